@@ -446,7 +446,7 @@ def test_an_object_that_raises_with_some_settings_is_one_sentence(made: Made, so
 
 @pytest.mark.parametrize("call", ["open(self)", "read(self, start, stop)"])
 def test_a_source_that_leaves_the_program_is_one_sentence(made: Made, call: str) -> None:
-    from fivefold.data.opening import check
+    from fivefold.data.source_check import check
 
     row = "from fivefold.data.rows import Splits, TokenRow\n\nclass Row(TokenRow):\n    vocab, tokens = 9, 99\n"
     row += "    def read(self, start, stop): raise SystemExit(3)\n\nclass Mine("

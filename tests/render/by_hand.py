@@ -13,9 +13,10 @@ from fivefold.checkpoint.manifest import Manifest
 from fivefold.clusters.write import LaunchResult, check_deployment, follow_commands
 from fivefold.cost.collective_time import Traffic
 from fivefold.dry.result import DryRunResult, vs_plan
-from fivefold.foreign.certificate import Certificate, LayoutProof, RepeatedCertificate
+from fivefold.foreign.certificate import Certificate, LayoutProof
 from fivefold.foreign.compare import Deviation
 from fivefold.foreign.evidence import Cause
+from fivefold.foreign.repeated import RepeatedCertificate
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job

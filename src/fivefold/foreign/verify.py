@@ -59,10 +59,9 @@ def verify_adapter(
 
     `adapter` is FILE, FILE:NAME or the name of one that ships (docs/others.md); `layouts` are those to verify, instead
     of the adapter's own. Every step's loss, gradients and gradient norm are compared on every rank, and the parameters
-    after `steps` steps, on `device`, "cpu" or "cuda". `seed` is that of weights
-    and dropout, and chooses the batches. Where they differ,
-    the likely cause is named. Ranks of one layout have `timeout` seconds; `progress(done, total, name)` is called
-    before each.
+    after `steps` steps, on `device`, "cpu" or "cuda"; where they differ, the likely cause is named. `seed` is that of
+    weights and dropout, and chooses the batches. Ranks of one layout have `timeout` seconds. `progress` is called
+    before each layout with how many are done, how many there are, and its name.
 
     >>> found = ff.verify_adapter("pipelining", ["fsdp=2"])
     >>> found.ok, found.proofs[0].layout

@@ -9,6 +9,7 @@ from fivefold.checkpoint.retention import delete_later_than
 from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
 from fivefold.support.errors import TrainingError
+from fivefold.trainer import checkpointing
 from fivefold.trainer.records import StepDecision
 from fivefold.trainer.result import TrainResult
 from fivefold.trainer.spikes import NAME, KnownDecisions, known
@@ -103,7 +104,7 @@ def test_a_crash_in_a_rollback_does_not_bring_back_what_it_undid(
     monkeypatch.setenv("FIVEFOLD_FAULT", "nan@step=10,at=batch")
     whole = story(0, 1, job, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "undo", _crash)
+        patch.setattr(checkpointing, "delete_later_than", _crash)
         with pytest.raises(RuntimeError, match="crash"):
             story(0, 1, job, tmp_path / "cut")
     assert Store(tmp_path / "cut/checkpoints").complete()[0].step == 8
