@@ -12,7 +12,8 @@ from tests.commands import fivefold
 NAME = "eager:EAGER"
 TEXT = '''
 from fivefold.schedules.actions import BACKWARD, FORWARD, Action
-from fivefold.schedules.info import ScheduleInfo, wire
+from fivefold.schedules.communication import wire
+from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.schedule import Placement
 
 def order(p, m, rank):

@@ -12,7 +12,7 @@ import pytest
 from fivefold.render.scene import Curve
 from fivefold.support.errors import UserError
 from fivefold.trainer.outputs import chart
-from fivefold.trainer.records import MAX_STARTS, Evaluation, MetricsFile, Step, from_line, read, recent, to_line, trim
+from fivefold.trainer.records import MOST, Evaluation, MetricsFile, Step, from_line, read, recent, to_line, trim
 from fivefold.trainer.restart_limit import last_recorded_step
 from fivefold.trainer.result import TrainResult
 
@@ -196,11 +196,11 @@ def test_a_line_that_no_decoder_takes_is_damage(line: bytes) -> None:
 
 def test_metrics_that_are_too_long_are_refused_before_a_run_goes_on_and_its_own_are_not(metrics: Path) -> None:
     """The file has a hole: it takes no room."""
-    os.truncate(metrics, MAX_STARTS + 1)
+    os.truncate(metrics, MOST + 1)
     for reads in (lambda: list(read(metrics)), lambda: trim(metrics, 3), lambda: last_recorded_step(metrics.parent)):
         with pytest.raises(UserError, match=r"metrics.jsonl has 4.00 GiB, and at most 4.00 GiB are read; move it away"):
             reads()
-    assert next(read(metrics, MAX_STARTS + 1))[1] == step(1, 6.5)
+    assert next(read(metrics, MOST + 1))[1] == step(1, 6.5)
 
 
 def test_steps_without_a_loss_have_none_also_those_that_earlier_releases_wrote_as_zero(tmp_path: Path) -> None:
