@@ -188,10 +188,10 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
     blocks = torch.randint(0, 256, (3, 6, 2, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(100, 140, (3, 6, 2), dtype=torch.uint8, generator=generator)
     wanted = convert_moe_packed_tensors(blocks.clone(), scales.clone(), dtype=torch.float32)
-    assert torch.equal(hf_files.mxfp4(blocks, scales).transpose(1, 2), wanted)
+    assert torch.equal(hf_files.dequantise_mxfp4(blocks, scales).transpose(1, 2), wanted)
     one = torch.zeros(1, 16, dtype=torch.uint8)
     one[0, 0] = 0xA1  # 0.5 in the low four bits, -1 in the high
-    assert hf_files.mxfp4(one, torch.tensor([130], dtype=torch.uint8))[:3].tolist() == [4.0, -8.0, 0.0]
+    assert hf_files.dequantise_mxfp4(one, torch.tensor([130], dtype=torch.uint8))[:3].tolist() == [4.0, -8.0, 0.0]
 
 
 def test_blocks_of_mxfp4_are_read_as_what_they_stand_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
