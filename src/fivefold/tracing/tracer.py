@@ -11,7 +11,7 @@
 On CUDA calls return before their work is done, so the rank synchronizes its stream at the start and the end of every
 span. Launches then no longer overlap: a traced step is slower than others. Each span is an NVTX range too, for `nsys`.
 
-All times are by rank 0's clock (`clocks.py`). `timer.py` records the times of communication.
+All times are by rank 0's clock (`clock_offset.py`). `timer.py` records the times of communication.
 """
 
 import time
