@@ -61,7 +61,7 @@ def verify_adapter(
     of the adapter's own. Every step's loss, gradients and gradient norm are compared on every rank, and the parameters
     after `steps` steps, on `device`, "cpu" or "cuda". `seed` is that of weights
     and dropout, and chooses the batches. Where they differ,
-    the likely cause is named. Ranks of one layout have `timeout` seconds; `progress(done, total, name)` is called
+    the likely cause is named. Ranks of one layout have `timeout` seconds; `progress` is called with (done, total, name)
     before each.
 
     >>> found = ff.verify_adapter("pipelining", ["fsdp=2"])
