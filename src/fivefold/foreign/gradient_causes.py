@@ -23,6 +23,7 @@ from fivefold.foreign.evidence import (
 )
 from fivefold.foreign.measurement import Values
 
+_SHARES = 1e-5  # samples fit within this: models that cast to float32 inside round the gradient of each alone
 _SAMPLED = 20_000  # elements by which the weights of samples are fitted
 
 
@@ -285,7 +286,8 @@ def _samples(evidence: Evidence, left: Sequence[int]) -> Cause | None:
 def _fit(basis: Values, values: Values, fits: float) -> Values | None:
     weights: Values = np.asarray(np.linalg.lstsq(basis, values, rcond=None)[0], dtype=np.float64)
     scale = float(np.abs(values).max(initial=0.0))
-    return weights if np.abs(basis @ weights - values).max(initial=0.0) <= 10 * fits * (scale or 1.0) else None
+    off = np.abs(basis @ weights - values).max(initial=0.0)
+    return weights if off <= max(_SHARES, fits) * (scale or 1.0) else None
 
 
 def _mean_of_means(ratios: Mapping[int, float], counts: Sequence[int]) -> int:
