@@ -47,7 +47,6 @@ MORE = [
     ("llama3-70b model.layers=4", "dp=64,zero=3,microbatches=2,recompute=full", 8192, 128, 3),
     ("llama3-70b model.layers=4", "dp=2,pp=2,tp=2,zero=1,sp,schedule=zb-v,microbatches=4,recompute=full", 4096, 8, 5),
     ("llama3-70b model.layers=8", "dp=2,pp=2,tp=2,zero=2,sp,schedule=interleaved,microbatches=4", 4096, 8, 1),
-    ("gpt3-175b model.layers=8", "tp=8,pp=2,sp,schedule=zb-v,microbatches=4,recompute=selective", 2048, 16, 0),
     ("llama3-8b model.layers=4", "pp=4,schedule=gpipe,microbatches=8", 8192, 8, 0),
     ("llama3.1-8b model.layers=4", "pp=4,microbatches=4,recompute=full", 4096, 4, 3),
 ]

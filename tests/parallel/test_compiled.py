@@ -197,12 +197,12 @@ def within_documents(q: Tensor, k: Tensor, v: Tensor, at: PackedSpans) -> Tensor
 
 
 def graphs_of_packed(rank: processes.Rank, job: Job) -> tuple[int, int, int]:
-    """Graphs of a step, of eight, and the shapes of packed documents in them, as they are on a GPU."""
+    """Graphs of a step, of four, and the shapes of packed documents in them, as they are on a GPU."""
     compiler.BACKEND = "aot_eager"
     kernels.packed_attention = within_documents
     LocalAttention.attention_mask = lambda _, positions, *__, **___: kernels.document_spans(positions).packed  # type: ignore[method-assign,assignment]
     engine, made, shapes = Engine(job, Mesh.of(job.layout, torch.device("cpu"))), [], set[tuple[int, int]]()
-    for step in range(8):
+    for step in range(4):  # of three shapes
         batch = make_batch(job, step)
         at = causal_spans(batch.documents, torch.device("cpu")).packed
         shapes.add((len(at.cu_seqlens_q), at.max_seqlen_q))
