@@ -161,7 +161,6 @@ def test_a_comparison_has_one_world() -> None:
         ("peers --only dp,xp", "--only xp is not a choice"),
         ("peers --rounds 0", "--rounds=0 must be at least 1"),
         ("peers --ranks 3", "fivefold dp=3"),
-        ("peers --scaling --ranks 1", "--ranks=1 must be at least 2"),
         ("peers --scaling --ranks 3 --least 3", "no power of two is among them"),
         ("peers --scaling --only dp,ep", "nearest: --only dp"),
         ("train tiny --against nobody", "--against nobody is not a choice"),

@@ -54,7 +54,7 @@ def test_killed_while_saving_the_one_before_is_used(tokens: Path, copied: Path, 
         run_ranks(2, train, more, copied, env=fault(f"kill@at={at},rank=0"))
     assert steps(copied) == [2, 1]
     assert [path.name for path in Store(copied).incomplete()] == ["step-00000003"]
-    step, _, said = run_ranks(2, loaded, more, copied)[0]
+    step, _, said = loaded(0, 1, small_job(tokens, "train.steps=3"), copied)
     assert step == 2
     assert said[0] == "step-00000003 was never finished; set aside as step-00000003.incomplete"
 
@@ -62,14 +62,14 @@ def test_killed_while_saving_the_one_before_is_used(tokens: Path, copied: Path, 
 def test_killed_while_saving_a_step_again_two_saves_never_mix(tokens: Path, tmp_path: Path) -> None:
     """A run is rolled back by hand and saves step 3 once more, over the leftovers of the first save of it."""
     job = small_job(tokens, "train.steps=3", "checkpoint.every=1", "checkpoint.keep=5")
-    want = run_ranks(1, train, job, tmp_path)[0]
+    want = train(0, 1, job, tmp_path)
     first = Store(tmp_path).complete()[0].path
     before = {file.name: file.read_bytes() for file in first.iterdir()}
     first.rename(tmp_path / "kept")
     with pytest.raises(RankError, match="SIGKILL"):
         run_ranks(1, train, job, tmp_path, env=fault("kill@at=commit,step=3"))
     assert steps(tmp_path) == [2, 1]
-    again = run_ranks(1, train, job, tmp_path)[0]
+    again = train(0, 1, job, tmp_path)
     assert again[1] == want[1]
     assert {file.name: file.read_bytes() for file in (tmp_path / "kept").iterdir()} == before
 
@@ -81,8 +81,8 @@ def test_killed_during_retention_enough_remain(tokens: Path, tmp_path: Path) -> 
     complete = Store(tmp_path).complete()
     assert len(complete) >= 2
     assert all(not one.damage() for one in complete)
-    assert run_ranks(1, loaded, job, tmp_path)[0][0] == complete[0].step
-    run_ranks(1, train, job, tmp_path)
+    assert loaded(0, 1, job, tmp_path)[0] == complete[0].step
+    train(0, 1, job, tmp_path)
     assert steps(tmp_path) == [4, 3]
     assert not list(tmp_path.glob("*.deleting"))
 
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_release_is_refused_and_stays_where_it_is(tokens
 
 def test_a_run_of_which_no_checkpoint_is_good_does_not_start_over_by_itself(tokens: Path, tmp_path: Path) -> None:
     job = small_job(tokens, "train.steps=1")
-    run_ranks(1, train, job, tmp_path)
+    train(0, 1, job, tmp_path)
     flip(Store(tmp_path).complete()[0].path / "rank-0.tensors")
     with pytest.raises(RankError, match=r"none of the 1 checkpoints in .* is good; --fresh starts over"):
         run_ranks(1, loaded, job, tmp_path)
@@ -170,7 +170,7 @@ def test_a_full_disk_at_the_end_is_named_with_bytes_and_the_old_checkpoint_is_in
     assert "are free there, files may have 19.53 KiB; the last good one is step-00000001" in said
     assert steps(tmp_path) == [1]
     assert not Store(tmp_path).incomplete()
-    assert run_ranks(2, loaded, more, tmp_path)[0][0] == 1
+    assert loaded(0, 1, small_job(tokens, "train.steps=2"), tmp_path)[0] == 1
 
 
 def test_a_save_that_fails_is_told_and_the_next_one_is_another_try(tokens: Path, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_gradient_that_is_no_number_stops_all_ranks_alike_and_touches_nothing(
         assert "TrainingError: step 3:" in end.error
         assert "samples 16 to 23; the weights were not touched" in end.error
     want = run_ranks(2, train, small_job(tokens, *same, "train.steps=2"), tmp_path / "other")
-    assert run_ranks(2, loaded, job, tmp_path)[0][1] == want[0][1]
+    assert loaded(0, 1, small_job(tokens, "train.steps=4"), tmp_path)[1] == want[0][1]
 
 
 def mutate_after_save(rank: int, world: int, job, directory: Path) -> dict[str, str]:
@@ -252,7 +252,7 @@ def mutate_after_save(rank: int, world: int, job, directory: Path) -> dict[str, 
 def test_what_is_written_is_the_snapshot(tokens: Path, tmp_path: Path) -> None:
     job = small_job(tokens, "layout=dp=2,zero=1", "model.hidden=64")
     want = run_ranks(2, mutate_after_save, job, tmp_path)[0]
-    assert run_ranks(2, loaded, job, tmp_path)[0][1] == want
+    assert loaded(0, 1, small_job(tokens, "model.hidden=64"), tmp_path)[1] == want
 
 
 def test_steps_that_wait_for_the_disk_say_so_once(

@@ -16,9 +16,7 @@ from fivefold.checkpoint.tensors import TABLE
 from fivefold.support.errors import Note
 from tests.checkpoint.runs import Run, small_job
 
-SAMPLE = (
-    211  # every so many bits; it divides neither file's number of them, so that all places of a byte have their turn
-)
+SAMPLE = 421  # every so many bits; it is odd, so that all places of a byte have their turn
 
 TINY = ["model.layers=1", "model.hidden=4", "model.heads=2", "model.kv_heads=1", "model.head_dim=2", "model.ffn=4",
         "model.tied=true", "train.batch=4"]  # fmt: skip

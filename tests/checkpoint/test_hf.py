@@ -120,7 +120,7 @@ def test_a_run_goes_on_from_imported_weights(tokens: Path, tmp_path: Path) -> No
     spec = read_hf_config(directory)
     job = small_job(tokens, "train.steps=2", "optimizer.lr=1e-3")
     job = msgspec.structs.replace(job, model=spec)
-    losses, _, samples = run_ranks(1, train, job, tmp_path / "run" / "checkpoints")[0]
+    losses, _, samples = train(0, 1, job, tmp_path / "run" / "checkpoints")
     assert sorted(losses) == [1, 2]
     assert samples == list(range(16))
 

@@ -4,6 +4,7 @@ import json
 import time
 from contextlib import nullcontext
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,8 +46,8 @@ def traced(rank: int, world: int, job: Job) -> tuple[list[Traffic], Trace | None
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def ran(request: Any, tmp_path_factory: Any) -> tuple[TraceSummary, list[list[Traffic]], dict[str, Any]]:
-    job = read_job(None, [*SMALL, f"layout={request.param}"])
+def ran(request: Any, tokens: Path, tmp_path_factory: Any) -> tuple[TraceSummary, list[list[Traffic]], dict[str, Any]]:
+    job = read_job(None, [*SMALL, f"data.path={tokens}", f"layout={request.param}"])
     found = run_ranks(4, traced, job)
     summary = TraceSummary(found[0][1])
     path = tmp_path_factory.mktemp("trace") / "trace.json"
