@@ -36,7 +36,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # One thread a process: OpenMP's threads spin while they wait, and take the cores of other ranks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Whether there is a GPU is asked of NVML: the CUDA runtime's answer would be the end of CUDA in every rank that is forked.
+# Whether there is a GPU is asked of NVML: the answer of the CUDA runtime would be the end of CUDA in forked ranks.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 # CliRunner would build the tree of all commands for each call, which takes ten times as long as most of them.
