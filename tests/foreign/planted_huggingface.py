@@ -4,6 +4,7 @@
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers.loss import loss_utils
 
@@ -16,7 +17,10 @@ BUG = ""
 def build(layout, device):
     global BUG
     BUG = layout.pop("bug", "")
-    planting = {"one_parameter": one_parameter, "mean_of_means": mean_of_means, "ignored_padding": ignored_padding}
+    planting = {
+        "one_parameter": one_parameter, "mean_of_means": mean_of_means, "ignored_padding": ignored_padding,
+        "no_replicas": no_replicas,
+    }  # fmt: skip
     if BUG in planting:
         planting[BUG]()
     model = huggingface.build(layout, device)
@@ -28,9 +32,6 @@ def build(layout, device):
     if BUG == "factor":
         for part in (*model.model.layers, model):
             part.set_gradient_divide_factor(1.0)
-    if BUG == "no_replicas":
-        for part in (*model.model.layers, model):
-            part.set_requires_all_reduce(False, recurse=False)
     return model
 
 
@@ -83,6 +84,17 @@ def mean_of_means():
         return usual(source, target) / dist.get_world_size()  # the adapter multiplies by that, for DDP's mean
 
     loss_utils.fixed_cross_entropy = own_mean
+
+
+def no_replicas():
+    """HSDP reduces over shards, and never over replicas."""
+    usual = FSDPModule.set_requires_gradient_sync
+
+    def synchronize(self, wanted, **options):
+        usual(self, wanted, **options)
+        self.set_requires_all_reduce(False)
+
+    FSDPModule.set_requires_gradient_sync = synchronize
 
 
 def ignored_padding():
