@@ -80,6 +80,7 @@ WHOLE = [
     ("tiny model.layers=2", "dp=2,tp=2,pp=2,zero=1,microbatches=2"),
     pytest.param("tiny-qwen3", "dp=4,tp=2,zero=3,replicate=2", marks=pytest.mark.slow),
     ("tiny-moe model.layers=2", "dp=4,ep=2,zero=1"),
+    ("tiny model.layers=2", "dp=4"),
 ]
 
 
@@ -100,7 +101,8 @@ def test_an_optimizer_of_whole_matrices_is_planned_to_the_byte(model: str, layou
         before, during = (m for m in dry.moments if m.name in ("the sum of gradients", "the optimizer"))
         assert during.peak - before.held == cost.peak + 8  # and the factor that clips gradients
         assert (world == 1) == (not cost.calls)
-        sent = sum(row.wire for row in dry.traffic if row.kind == "all-to-all")  # all of what is packed for others
+        kind = "all-gather" if layout == "dp=4" else "all-to-all"
+        sent = sum(row.wire for row in dry.traffic if row.kind == kind)  # all of what is packed for others
         assert job.layout.ep > 1 or sent == sum(call.sent for call in cost.calls)
 
 

@@ -1,11 +1,12 @@
 """Whole matrices dealt out to ranks: every element travels once, both ends agree, no rank has too much work."""
 
 from collections import Counter
+from itertools import accumulate, pairwise
 
 import pytest
 
 from fivefold.layout.layout import Layout
-from fivefold.layout.matrix_owners import MatrixOwners, Parts, matrices_of, matrix_owners
+from fivefold.layout.matrix_owners import MatrixOwners, Part, Parts, Round, in_order, matrices_of, matrix_owners
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import reads_whole
 from fivefold.optim.muon import Muon
@@ -34,8 +35,8 @@ def owners_by_stage(spec: ModelSpec, layout: Layout) -> list[MatrixOwners]:
     return [matrix_owners(spec, layout, 16, MUON, pp) for pp in range(layout.pp)]
 
 
-def sizes(parts: Parts) -> list[list[tuple[str, range, range]]]:
-    return [[(part.name, part.rows, part.columns) for part in of_rank] for of_rank in parts]
+def sizes(parts: Parts, rank: int) -> list[tuple[str, range, range]]:
+    return [(part.name, part.rows, part.columns) for part in parts.get(rank, ())]
 
 
 @pytest.mark.parametrize(("spec", "words"), CASES, ids=[f"{spec.name} {words}" for spec, words in CASES])
@@ -48,10 +49,7 @@ def test_every_matrix_has_one_owner_who_gets_every_element_once(spec: ModelSpec,
             for round_ in of_rank:
                 owned.update((matrix.parameter.name, matrix.rows) for matrix in round_.batch)
                 assert len({matrix.shape for matrix in round_.batch}) <= 1
-                came = [
-                    *round_.own,
-                    *(part for parts in (round_.to_owners.received if round_.to_owners else []) for part in parts),
-                ]
+                came = [*round_.own, *(in_order(round_.to_owners.received) if round_.to_owners else [])]
                 for number, matrix in enumerate(round_.batch):
                     parts = [part for part in came if part.number == number]
                     cells = Counter((row, column) for part in parts for row in part.rows for column in part.columns)
@@ -63,12 +61,76 @@ def test_every_matrix_has_one_owner_who_gets_every_element_once(spec: ModelSpec,
             for calls in zip(*(round_.calls for round_ in round_of), strict=True):
                 for a, one in enumerate(calls):
                     for b, other in enumerate(calls):
-                        assert sizes(one.sent)[b] == sizes(other.received)[a]
+                        assert sizes(one.sent, b) == sizes(other.received, a)
             for round_ in round_of:
-                updated = [part for call in round_.to_holders for parts in call.received for part in parts]
-                assert Counter(map(id, [*round_.own, *updated])) == Counter(map(id, round_.held))
+                if round_.gather is None:
+                    updated = [part for call in round_.to_holders for part in in_order(call.received)]
+                    assert Counter(map(id, [*round_.own, *updated])) == Counter(map(id, round_.held))
+        gathered(rounds)
     read = [parameter for parameter in spec.parameters() if reads_whole(MUON, parameter)]
     assert owned == Counter((p.name, matrix.rows) for p in read for matrix in matrices_of(p))
+
+
+def gathered(rounds: list[list[Round]]) -> None:
+    """Where a round is gathered: all hold all of it, and every owner's updates lie where all others look for them."""
+    for round_of in zip(*rounds, strict=True):
+        gather = round_of[0].gather
+        assert all(round_.gather is gather for round_ in round_of)
+        if gather is None:
+            continue
+        for owner, round_ in enumerate(round_of):
+            assert {(part.name, part.rows) for part in round_.held} == {
+                (part.name, part.rows) for other in round_of for part in other.own
+            }
+            starts = dict(
+                zip(map(place_of, gather.parts[owner]), accumulate(p.size for p in gather.parts[owner]), strict=True)
+            )
+            for part, end in zip(round_.own, accumulate(part.size for part in round_.own), strict=True):
+                assert starts[place_of(part)] == round_.first + end
+        assert [i for call in gather.calls for i in (call.start, call.stop)][-1] == gather.length
+        assert all(a.stop == b.start for a, b in pairwise(gather.calls))
+        assert sum(round_.last for round_ in rounds[0] if round_.gather is gather) == 1
+
+
+def place_of(part: Part) -> tuple[str, range]:
+    return part.name, part.rows
+
+
+@pytest.mark.parametrize("kept", [1, 1 << 12, 1 << 30])
+def test_updates_that_all_hold_are_gathered_in_calls_of_a_bounded_size(
+    kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the number of ranks: their calls do not grow with it, nor does what a rank holds in one."""
+    monkeypatch.setattr("fivefold.layout.matrix_owners.KEPT", kept)
+    monkeypatch.setattr("fivefold.layout.matrix_owners.GATHERED", 1 << 12)
+    monkeypatch.setattr("fivefold.layout.matrix_owners.BATCH", 1 << 11)
+    for dp in (2, 5, 64):
+        owners = MatrixOwners.of(ODD.parameters(), ODD, Layout(dp=dp), MUON, 0)
+        rounds = [[*owners.rounds(place)] for place in range(dp)]
+        gathered(rounds)
+        gathers = {id(round_.gather): round_.gather for round_ in rounds[0]}.values()
+        assert all(gather is not None and dp * len(call) <= 1 << 12 for gather in gathers for call in gather.calls)
+        assert all(not round_.calls for round_ in rounds[0])
+    assert len(gathers) == (1 if kept > 1 else owners.num_rounds)
+
+
+def test_what_nobody_reads_advances_in_lists_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fivefold.layout.matrix_owners.BATCH", 36 * 40 * 2)
+    owners = MatrixOwners.of(ODD.parameters(), ODD, Layout(dp=8), MUON, 0)
+    for round_ in owners.rounds(3):
+        unread = [part for parts in round_.unread for part in parts]
+        assert Counter(map(id, [*round_.read, *unread])) == Counter(map(id, round_.held))
+        assert all(sum(part.size for part in parts) <= 36 * 40 * 2 for parts in round_.unread)
+
+
+def test_an_update_waits_for_the_owner_with_most_of_each_round() -> None:
+    """Rounds whose updates are gathered together are one: nobody waits in between."""
+    (whole,), (cut,) = (owners_by_stage(ODD, Layout.parse(words)) for words in ("dp=4", "dp=4,zero=1"))
+    assert whole.longest == max(whole.costs)
+    by_round = [[sum(MUON.matrix_flops(*m.shape) for m in batch) for batch in cut._at(number)]
+                for number in range(cut.num_rounds)]  # fmt: skip
+    assert cut.longest == pytest.approx(sum(map(max, by_round)))
+    assert max(cut.costs) <= cut.longest
 
 
 @pytest.mark.parametrize(("spec", "words"), CASES, ids=[f"{spec.name} {words}" for spec, words in CASES])

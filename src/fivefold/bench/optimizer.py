@@ -160,7 +160,7 @@ def cost_of(job: Job) -> UpdateCost:
         for place in range(layout.size("stage")):
             sizes = (job.model, layout, job.data.seq, job.train.dtype, job.optimizer)
             matrices = MatrixCost.of(*sizes, RankCoords(pp=pp, stage=place))
-            flops, sent = max(flops, matrices.most), max(sent, sum(call.sent for call in matrices.calls))
+            flops, sent = max(flops, matrices.flops), max(sent, sum(call.sent for call in matrices.calls))
     return UpdateCost(moved, flops, sent)
 
 

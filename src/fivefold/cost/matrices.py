@@ -7,10 +7,11 @@
 model computes in.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fivefold.layout.layout import Layout
 from fivefold.layout.matrix_owners import Round, elements, matrix_owners
@@ -21,17 +22,18 @@ from fivefold.support.dtypes import BYTES, wide_bytes
 
 
 class Exchanged(NamedTuple):
-    """Bytes of an all-to-all over the stage's ranks. What a rank keeps for itself is in neither."""
+    """Bytes of a collective over the stage's ranks."""
 
+    kind: Literal["all-to-all", "all-gather"]
+    payload: int  # what a rank keeps for itself is in that of an all-gather alone
     sent: int
-    received: int
 
 
 @dataclass(frozen=True)
 class MatrixCost:
     calls: tuple[Exchanged, ...] = ()
     flops: float = 0.0
-    most: float = 0.0  # FLOPs of the rank that has most of them, for which the others wait
+    most: float = 0.0  # FLOPs of the rank that has most of them, round by round, for which the others wait
     peak: int = 0  # bytes that exist during the update alone
 
     @classmethod
@@ -51,9 +53,19 @@ NO_MATRICES = MatrixCost()
 def _cost(spec: ModelSpec, layout: Layout, seq: int, dtype: str, config: OptimizerConfig, at: RankCoords) -> MatrixCost:
     owners, each, wide = matrix_owners(spec, layout, seq, config, at.pp), BYTES[dtype], wide_bytes(dtype)
     rounds = [*owners.rounds(at.stage)]
-    calls = [Exchanged(*(each * elements(side) for side in call)) for round_ in rounds for call in round_.calls]
+    calls = [call for round_ in rounds for call in _calls(round_, each)]
     peak = max((_peak(round_, config, each, wide) for round_ in rounds), default=0)
-    return MatrixCost(tuple(calls), owners.costs[at.stage], max(owners.costs), peak)
+    return MatrixCost(tuple(calls), owners.costs[at.stage], owners.longest, peak)
+
+
+def _calls(round_: Round, each: int) -> Iterator[Exchanged]:
+    for call in round_.calls:
+        sent, received = (each * elements(side) for side in call)
+        yield Exchanged("all-to-all", max(sent, received), sent)
+    if round_.gather is not None and round_.last:
+        for given in round_.gather.calls:
+            ranks, own = len(round_.gather.parts), each * len(given)
+            yield Exchanged("all-gather", ranks * own, (ranks - 1) * own)
 
 
 def _peak(round_: Round, config: OptimizerConfig, each: int, wide: int) -> int:
@@ -63,4 +75,8 @@ def _peak(round_: Round, config: OptimizerConfig, each: int, wide: int) -> int:
     unread = wide * max((sum(part.size for part in parts) for parts in round_.unread), default=0)
     ahead = wide * sum(part.size for part in round_.read) + each * (own + to_owners)
     rule = each * (own + sum(matrix_memory(config, *matrix.shape) for matrix in round_.batch))
-    return max(unread, ahead, rule, *(each * (own + sum(map(elements, call))) for call in round_.to_holders), 0)
+    most = max(unread, ahead, rule, *(each * (own + sum(map(elements, call))) for call in round_.to_holders), 0)
+    if (gather := round_.gather) is None:
+        return most
+    gathered = max((len(gather.parts) * len(call) for call in gather.calls), default=0) if round_.last else 0
+    return each * gather.length + max(most, each * gathered)

@@ -417,9 +417,9 @@ def _whole_matrices(workload: Workload, rank: int) -> float:
         return 0.0
     cost = matrix_cost(workload, rank)
     block_cost = workload.block_cost_of(rank)
-    ranks = workload.layout.size("stage")  # a rank's own part is in no payload, and the topology takes it as in it
-    handed = (max(call) * ranks / (ranks - 1) for call in cost.calls)
-    sent = sum(block_cost.topology.time("all-to-all", "stage", payload) for payload in handed)
+    ranks = workload.layout.size("stage")  # the topology takes a rank's own part as in it
+    own = {"all-to-all": ranks / max(1, ranks - 1), "all-gather": 1.0}
+    sent = sum(block_cost.topology.time(call.kind, "stage", call.payload * own[call.kind]) for call in cost.calls)
     return sent + cost.most / block_cost.device.rate("bf16" if software.weight_bytes == 2 else workload.precision)
 
 

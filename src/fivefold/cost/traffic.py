@@ -275,7 +275,7 @@ def _zero_0_to_2(inputs: _Inputs, layer: int | None = None) -> Iterator[_Collect
 def _matrices(inputs: _Inputs, optimizer: OptimizerConfig, seq: int, dtype: str) -> Iterator[_CollectiveRow]:
     """Parts of matrices to the ranks that update them, and back. What a rank keeps for itself is not in the payload."""
     for call in MatrixCost.of(inputs.spec, inputs.layout, seq, dtype, optimizer, inputs.coords).calls:
-        yield _CollectiveRow("stage", "all-to-all", 1, max(call), call.sent)
+        yield _CollectiveRow("stage", call.kind, 1, call.payload, call.sent)
 
 
 def _zero_3(inputs: _Inputs) -> Iterator[_CollectiveRow]:

@@ -18,6 +18,9 @@ An owner takes its matrices in batches of one shape, so that many small ones are
 `BATCH` elements (or one matrix). A round is one batch of every owner: one all-to-all to the owners, and one back for
 each of the copies of a part, so that no buffer is larger than the matrices in it. What an owner holds itself is not
 sent.
+
+Where every rank of the stage holds all matrices of a round whole (ZeRO 0 without tp), nothing is sent before the rule
+runs, and the updates are all-gathered: those of several rounds together, in calls of a bounded size.
 """
 
 import math
@@ -36,6 +39,8 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
 
 BATCH = 1 << 26  # elements that an owner computes with at a time: in bfloat16 an eighth of a GB
+KEPT = 2 * BATCH  # elements of an owner's updates that wait to be all-gathered together
+GATHERED = 4 * BATCH  # elements that an all-gather brings to a rank at most
 
 
 class Matrix(NamedTuple):
@@ -75,11 +80,16 @@ class Part:
 
 
 Batch = list[Matrix]
-Parts = list[list[Part]]  # by place of the other rank in the stage
+Parts = dict[int, list[Part]]  # by place of the other rank in the stage, of those that have any
 
 
 def elements(parts: Parts) -> int:
-    return sum(part.size for of_rank in parts for part in of_rank)
+    return sum(part.size for of_rank in parts.values() for part in of_rank)
+
+
+def in_order(parts: Parts) -> list[Part]:
+    """As they lie in a buffer: rank by rank."""
+    return [part for rank in sorted(parts) for part in parts[rank]]
 
 
 class AllToAll(NamedTuple):
@@ -90,6 +100,20 @@ class AllToAll(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Gather:
+    """The all-gathers of the updates of consecutive rounds, the same on every rank."""
+
+    parts: list[list[Part]]  # by owner: whole matrices, one after the other
+    length: int  # elements of the owner that has most; those of others are padded to it
+
+    @property
+    def calls(self) -> list[range]:
+        """Of each call the elements that every owner gives."""
+        step = max(1, GATHERED // len(self.parts))
+        return [range(first, min(first + step, self.length)) for first in range(0, self.length, step)]
+
+
+@dataclass(frozen=True)
 class Round:
     """A round, as one rank sees it."""
 
@@ -97,13 +121,15 @@ class Round:
     held: list[Part]  # all that it holds of the round's matrices
     own: list[Part]  # what it holds of its batch
     to_owners: AllToAll | None  # None where no rank lacks a part
-    to_holders: list[AllToAll]  # one for each copy of a part
+    to_holders: list[AllToAll]  # one for each copy of a part; none where updates are gathered
+    gather: Gather | None = None  # that its updates are part of
+    first: int = 0  # where they begin among this owner's
+    last: bool = False  # whether it is the last round of the gather
 
     @property
     def read(self) -> list[Part]:
         """Of what it holds, the parts that its own rule or another rank's reads: of several copies, one."""
-        sent = [] if self.to_owners is None else self.to_owners.sent
-        return [*self.own, *(part for of_rank in sent for part in of_rank)]
+        return [*self.own, *([] if self.to_owners is None else in_order(self.to_owners.sent))]
 
     @property
     def unread(self) -> list[list[Part]]:
@@ -196,6 +222,7 @@ class MatrixOwners:
     by_ep: dict[int, list[int]]  # places, by their place along ep: these have the same experts
     batches: list[list[Batch]]  # that a rank owns, by place
     costs: list[float]  # by place: FLOPs
+    prices: dict[tuple[int, int], float]  # of a matrix of a shape: FLOPs
 
     @classmethod
     def of(
@@ -207,7 +234,9 @@ class MatrixOwners:
         by_ep: dict[int, list[int]] = defaultdict(list)
         for place, rank in enumerate(ranks):
             by_ep[layout.position("ep", rank)].append(place)
-        priced = [(matrix_flops(config, *matrix.shape), matrix) for p in read for matrix in matrices_of(p)]
+        matrices = [matrix for parameter in read for matrix in matrices_of(parameter)]
+        prices = {shape: matrix_flops(config, *shape) for shape in dict.fromkeys(each.shape for each in matrices)}
+        priced = [(prices[matrix.shape], matrix) for matrix in matrices]
         priced.sort(key=lambda entry: -entry[0])  # stable: the same on every rank
         costs, owned = [0.0] * len(ranks), [Batch() for _ in ranks]
         # Experts first: fewer ranks hold one.
@@ -226,21 +255,74 @@ class MatrixOwners:
                 heapreplace(heaps[group], (costs[place], place))
                 owned[place].append(matrix)
         sharing = {parameter.name: _Sharing.of(parameter, spec, layout) for parameter in read}
-        return cls(layout, ranks, sharing, by_ep, [_batches(matrices) for matrices in owned], costs)
+        return cls(layout, ranks, sharing, by_ep, [_batches(own) for own in owned], costs, prices)
 
     @property
     def num_rounds(self) -> int:
         return max(map(len, self.batches))
 
+    @cached_property
+    def longest(self) -> float:
+        """FLOPs that an update waits for: of each round those of the owner that has most, since all meet after it.
+        Rounds that are gathered together are one."""
+        spans: list[list[float]] = []
+        for number in range(self.num_rounds):
+            costs = [sum(self.prices[matrix.shape] for matrix in batch) for batch in self._at(number)]
+            gather = self._gathers.get(number)
+            if gather is not None and gather is self._gathers.get(number - 1):
+                costs = [sum(both) for both in zip(spans.pop(), costs, strict=True)]
+            spans.append(costs)
+        return sum(map(max, spans))
+
     def rounds(self, place: int) -> Iterator[Round]:
         """What the rank at that place of the stage does, round by round."""
+        first = 0
         for number in range(self.num_rounds):
-            yield self._round([owned[number] if number < len(owned) else [] for owned in self.batches], place)
+            batches = self._at(number)
+            if (gather := self._gathers.get(number)) is None:
+                yield self._round(batches, place)
+                continue
+            parts = [_whole(batch) for batch in batches]
+            last = self._gathers.get(number + 1) is not gather
+            held = [part for of_owner in parts for part in of_owner]
+            yield Round(batches[place], held, parts[place], None, [], gather, first, last)
+            first = 0 if last else first + sum(part.size for part in parts[place])
+
+    def _at(self, number: int) -> list[Batch]:
+        """The batches of a round, by owner."""
+        return [owned[number] if number < len(owned) else [] for owned in self.batches]
+
+    @cached_property
+    def _gathers(self) -> dict[int, Gather]:
+        """By the numbers of rounds whose matrices every rank of the stage holds whole."""
+        runs: list[list[int]] = []  # of rounds that are gathered together
+        kept: list[int] = []  # elements of each owner in the last of them
+        for number in range(self.num_rounds if len(self.ranks) > 1 else 0):
+            batches = self._at(number)
+            if not all(self._everywhere(matrix.parameter) for batch in batches for matrix in batch):
+                kept = []
+                continue
+            sizes = [sum(math.prod(matrix.shape) for matrix in batch) for batch in batches]
+            if not kept or max(map(sum, zip(kept, sizes, strict=True))) > KEPT:
+                runs.append([])
+                kept = [0] * len(sizes)
+            runs[-1].append(number)
+            kept = [*map(sum, zip(kept, sizes, strict=True))]
+        return {number: gather for run in runs for gather in [self._gather(run)] for number in run}
+
+    def _gather(self, run: list[int]) -> Gather:
+        rounds = [self._at(number) for number in run]
+        parts = [[part for batch in of_owner for part in _whole(batch)] for of_owner in zip(*rounds, strict=True)]
+        return Gather(parts, max(sum(part.size for part in of_owner) for of_owner in parts))
+
+    def _everywhere(self, parameter: Parameter) -> bool:
+        sharing = self.sharing[parameter.name]
+        return sharing.whole and sharing.copies == len(self.ranks)
 
     def _round(self, batches: list[Batch], place: int) -> Round:
         shared = {matrix.parameter.name: self.sharing[matrix.parameter.name] for batch in batches for matrix in batch}
-        to_owners = AllToAll(self._none(), self._none())
-        to_holders = [AllToAll(self._none(), self._none()) for _ in range(max(each.copies for each in shared.values()))]
+        to_owners = _nothing()
+        to_holders = [_nothing() for _ in range(max(each.copies for each in shared.values()))]
         held: list[Part] = []
         own: list[Part] = []
         for owner, batch in enumerate(batches):
@@ -283,8 +365,14 @@ class MatrixOwners:
         own, theirs = (sharing.held(self.ranks[place])[2] for place in (owner, other))
         return (theirs - own) % sharing.copies
 
-    def _none(self) -> Parts:
-        return [[] for _ in self.ranks]
+
+def _nothing() -> AllToAll:
+    return AllToAll(defaultdict(list), defaultdict(list))
+
+
+def _whole(batch: Batch) -> list[Part]:
+    """The matrices of a batch as the only parts of themselves."""
+    return [Part(matrix, at, matrix.rows, range(matrix.shape[1])) for at, matrix in enumerate(batch)]
 
 
 def _ep_place(matrix: Matrix, layout: Layout) -> int:

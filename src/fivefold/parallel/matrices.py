@@ -1,8 +1,8 @@
 """Whole matrices for an optimizer's rule: parts of them travel to their owners, and parts of the updates back.
 
 `layout/matrix_owners.py` says who owns which, and why. Here a rank runs its rounds: it takes in the gradients of the
-parts that it holds, sends them, computes the updates of its own batch, and applies what comes back to the parts it
-holds.
+parts that it holds, sends them, computes the updates of its own batch, and applies what comes back, or what is gathered
+from all owners, to the parts it holds.
 What travels has the dtype in which the rule computes.
 """
 
@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.launch.waits import timed_wait
-from fivefold.layout.matrix_owners import AllToAll, MatrixOwners, Part, Parts, Round, elements
+from fivefold.layout.matrix_owners import AllToAll, Gather, MatrixOwners, Part, Parts, Round, elements, in_order
 from fivefold.optim.base import OptimizerConfig, group_of
 from fivefold.optim.groups import ParamGroup
-from fivefold.parallel.collectives import waiting
+from fivefold.parallel.collectives import staged_all_gather, waiting
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.weights import Weights
 from fivefold.spec.model import ModelSpec
@@ -39,10 +39,21 @@ class WholeMatrices:
     @torch.no_grad()
     def step(self, states: States, scale: Tensor | None, rate: float, step: int) -> None:
         """One update. `scale`: what gradients are multiplied with first."""
-        for round_ in self.rounds:  # of which nothing stays but the weights
+        kept: Tensor | None = None  # this rank's updates, until they are gathered
+        for round_ in self.rounds:  # of which nothing else stays but the weights, not even in a variable
             for parts in round_.unread:
                 self._accumulate(parts, states, scale, step)
-            self._to_holders(round_, self._updates(round_, self._accumulate(round_.read, states, scale, step)), rate)
+            if round_.gather is None:
+                directions = self._accumulate(round_.read, states, scale, step)
+                self._to_holders(round_, self._updates(round_, directions), rate)
+                continue
+            if kept is None:
+                kept = torch.zeros(round_.gather.length, dtype=self.dtype, device=self._device)
+            self._keep(round_, self._updates(round_, self._accumulate(round_.read, states, scale, step)), kept)
+            if round_.last:
+                for call in round_.gather.calls:
+                    self._gather(round_.gather, call, kept, rate)
+                kept = None
 
     def _updates(self, round_: Round, directions: dict[Part, Tensor]) -> Tensor | None:
         """Of the matrices that this rank owns: [n, rows, columns]."""
@@ -103,17 +114,39 @@ class WholeMatrices:
             self._apply([(part, self._in(updates, part)) for part in round_.own], rate)
         for call in round_.to_holders:
             if updates is not None:
-                own = {part: self._in(updates, part) for of_rank in call.sent for part in of_rank}
+                own = {part: self._in(updates, part) for part in in_order(call.sent)}
             received = self._sent(call, self._packed(call.sent, own))
             self._apply(_unpacked(received, call.received), rate)
 
+    def _keep(self, round_: Round, updates: Tensor | None, kept: Tensor) -> None:
+        if updates is not None:
+            kept[round_.first :][: updates.numel()].view_as(updates).copy_(updates)
+
+    def _gather(self, gather: Gather, call: range, kept: Tensor, rate: float) -> None:
+        """Every owner's updates to every rank, as many of them as a call has; `kept` are this one's."""
+        gathered = torch.empty(len(gather.parts), len(call), dtype=self.dtype, device=self._device)
+        with waiting("the optimizer's matrices", self.weights.mesh, self.axis):
+            given = kept[call.start : call.stop]
+            timed_wait(staged_all_gather, gathered.view(-1), given, group=self.axis.group)
+        for parts, updates in zip(gather.parts, gathered, strict=True):
+            slices = (
+                (part, self._of(part, self.weights.masters[part.name]).view(-1)[inside], updates[there])
+                for part, inside, there in _slices(parts, call)
+            )
+            self._apply_to(slices, rate)
+
     def _apply(self, pairs: Iterable[tuple[Part, Tensor]], rate: float) -> None:
-        by_group: dict[ParamGroup, list[tuple[Part, Tensor]]] = defaultdict(list)
-        for part, update in pairs:
-            by_group[self.groups[part.name]].append((part, update))
+        whole = ((part, self._of(part, self.weights.masters[part.name]), update) for part, update in pairs)
+        self._apply_to(whole, rate)
+
+    def _apply_to(self, updated: Iterable[tuple[Part, Tensor, Tensor]], rate: float) -> None:
+        """Of each part what is updated of the weights, and its update."""
+        by_group: dict[ParamGroup, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for part, master, update in updated:
+            by_group[self.groups[part.name]].append((master, update))
         for group, own in by_group.items():
-            masters = [self._of(part, self.weights.masters[part.name]) for part, _ in own]
-            self.config.apply(masters, [update for _, update in own], rate * group.lr_factor, group.weight_decay)
+            masters, updates = [master for master, _ in own], [update for _, update in own]
+            self.config.apply(masters, updates, rate * group.lr_factor, group.weight_decay)
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
@@ -141,7 +174,9 @@ class WholeMatrices:
         return buffer
 
     def _sent(self, call: AllToAll, buffer: Tensor) -> Tensor:
-        sent, received = ([sum(part.size for part in parts) for parts in side] for side in call)
+        sent, received = (
+            [sum(part.size for part in side.get(place, ())) for place in range(self.axis.size)] for side in call
+        )
         coming = torch.empty(sum(received), dtype=self.dtype, device=self._device)
         with waiting("the optimizer's matrices", self.weights.mesh, self.axis):
             timed_wait(dist.all_to_all_single, coming, buffer, received, sent, group=self.axis.group)
@@ -150,10 +185,19 @@ class WholeMatrices:
 
 def _unpacked(buffer: Tensor, parts: Parts) -> Iterable[tuple[Part, Tensor]]:
     first = 0
-    for of_rank in parts:
-        for part in of_rank:
-            yield part, buffer[first : first + part.size].view(len(part.rows), len(part.columns))
-            first += part.size
+    for part in in_order(parts):
+        yield part, buffer[first : first + part.size].view(len(part.rows), len(part.columns))
+        first += part.size
+
+
+def _slices(parts: Iterable[Part], call: range) -> Iterable[tuple[Part, slice, slice]]:
+    """Of an owner's matrices, one after the other, what a call has: the elements of each, and where they are in it."""
+    first = 0
+    for part in parts:
+        start, stop = max(first, call.start), min(first + part.size, call.stop)
+        if start < stop:
+            yield part, slice(start - first, stop - first), slice(start - call.start, stop - call.start)
+        first += part.size
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
