@@ -68,21 +68,13 @@ def _init_with_codes(self: UserError, problems: str | Iterable[str], code: str =
 
 UserError.__init__ = _init_with_codes  # type: ignore[method-assign]
 
-# Modules that take longest come first: the last one to start decides when all is done.
-_FIRST = (
-    *(
-        "test_verify.py",
-        "test_compiled.py",
-        "test_experts.py",
-        "test_dryrun.py",
-        "test_accuracy.py",
-        "test_pipeline.py",
-    ),
-    *("test_layouts.py", "test_readme.py", "test_search.py", "test_examples.py", "test_words.py", "test_pipelines.py"),
-    *("test_ranks.py", "test_loop.py", "test_faults.py", "test_checkpoint.py", "test_equal.py", "test_tables.py"),
-    *("test_guide.py", "test_corruption.py", "test_weights_of_others.py", "test_elastic.py", "test_cli.py"),
-    *("test_ends.py", "test_resume.py", "test_train.py", "test_trace.py", "test_parts.py", "test_tensor.py"),
-)
+# Modules that take longest come first: the last one to start decides when all is done. Names, without test_ and .py.
+_FIRST = """
+compiled verify lion loss ranks dryrun cli speeds experts layouts muon words checkpoint pipeline mixture elastic ends
+gated_conv mixture_of_experts listeners generate faults pipelines standing equal trace corruption search doctor resume
+loop schedule readme examples guide accuracy joining trust launch tables starting mixed train outputs parts server
+resuming load tensor weights_of_others
+"""
 # Large searches, all published runs, schedules made by search: more than half of the time of all pure tests.
 _LONGER = (
     *("test_accuracy.py", "test_search.py", "test_plan.py", "test_mixed.py", "test_auto.py", "test_rendezvous.py"),
@@ -115,7 +107,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _FIRST.index(item.path.name) if item.path.name in _FIRST else len(_FIRST))
+    turns = {f"test_{name}.py": turn for turn, name in enumerate(_FIRST.split())}
+    items.sort(key=lambda item: turns.get(item.path.name, len(turns)))
     asked = "pure" in config.option.markexpr  # to know it, each file is parsed
     for item in items:
         if asked and _pure(item.path):

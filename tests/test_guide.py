@@ -47,7 +47,14 @@ def searched_once() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("command", quoted())
+def large(command: str) -> bool:
+    """Thousands of GPUs take as long as all other commands together; but a fixed layout of 16,384 is quick."""
+    return "--cluster 3072x8xH100" in command or ("--cluster 2048x8xH100" in command and "--fix" not in command)
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(one, marks=[pytest.mark.slow] * large(one), id=one) for one in quoted()]
+)
 def test_the_guide_quotes_what_is_printed(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "400")  # a line for each row and each sentence
     result = CliRunner().invoke(app, shlex.split(command))

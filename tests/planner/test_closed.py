@@ -33,7 +33,7 @@ EXPERTS = {
 }
 
 
-def errors(workload: Workload, fixed: dict[str, object], most: int = 200) -> tuple[np.ndarray, np.ndarray]:
+def errors(workload: Workload, fixed: dict[str, object], most: int = 60) -> tuple[np.ndarray, np.ndarray]:
     """Of time and memory, relative to what is executed."""
     layouts = space(SearchQuery(workload, fixed))
     assert len(layouts)

@@ -50,14 +50,10 @@ def turned(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "compute", "inputs"),
     [
-        ("rmsnorm", nn.RMSNorm(WIDTH), 1),
-        ("layernorm", nn.LayerNorm(WIDTH), 1),
-        ("residual", torch.add, 2),
-        ("swiglu", lambda gate, up: F.silu(gate) * up, 2),
-        ("gelu", F.gelu, 1),
-        ("rope", turned, 1),
+        ("rmsnorm", nn.RMSNorm(WIDTH), 1), ("layernorm", nn.LayerNorm(WIDTH), 1), ("residual", torch.add, 2),
+        ("swiglu", lambda gate, up: F.silu(gate) * up, 2), ("gelu", F.gelu, 1), ("rope", turned, 1),
     ],
-)
+)  # fmt: skip
 def test_bytes_of_float32_operators_are_counted(name: str, compute: Callable[..., Tensor], inputs: int) -> None:
     given = [rows() for _ in range(inputs)]
     with Moves() as ahead:

@@ -132,7 +132,7 @@ def test_closed_forms_of_pairs_do_not_promise_less_than_they_hide():
     query = {"tp": 1, "cp": 1, "zero": 1, "samples": 1, "schedule": "dualpipe-v"}
     for recompute in ("none", "selective", "full"):
         every = space(SearchQuery(QWEN, query | {"recompute": recompute}))
-        for at in range(len(every)):
+        for at in range(0, len(every), 3):
             layout = every.layout(at)
             if layout.pp > 1 < layout.ep:
                 assert 0.8 < every.seconds[at] / estimate(replace(QWEN, layout=layout)).seconds < 1.0

@@ -53,11 +53,11 @@ def test_every_layout_of_a_tied_model_is_legal() -> None:
 
 
 def test_closed_forms_are_near_what_schedules_say() -> None:
-    """Within 12% in time and memory, in the median over a sample of everything that fits."""
+    """Within 6% in time and 12% in memory, in the median over a sample of everything that fits."""
     workload = query("llama3-70b", "8x8xH100", 512)
     every = space(SearchQuery(workload, {}))
     fitting = np.flatnonzero(every.memory < 80e9)
-    sample = np.random.default_rng(0).choice(fitting, 60, replace=False)
+    sample = np.random.default_rng(0).choice(fitting, 20, replace=False)
     times, rooms = [], []
     for at in sample:
         one = replace(workload, layout=every.layout(int(at)))
@@ -99,10 +99,9 @@ def test_what_is_fixed_stays() -> None:
 
 def test_8b_on_8_gpus_is_one_node_s_work_and_fsdp_alone_is_near() -> None:
     """The textbook's answer is ZeRO 3; ZeRO 2 fits as well, and gathers no weights in every microbatch."""
-    workload = query("llama3-8b", "8xH100", 128)
-    chosen = simplest(search(workload, top=24).options)
+    chosen = simplest(search(EIGHT, top=24).options)
     assert (chosen.layout.pp, chosen.layout.tp) == (1, 1)
-    alone = evaluate(replace(workload, layout=Layout.parse("dp=8,zero=3,microbatches=16,recompute=selective")))
+    alone = evaluate(replace(EIGHT, layout=Layout.parse("dp=8,zero=3,microbatches=16,recompute=selective")))
     assert alone.fits
     assert 0 < alone.seconds / chosen.seconds - 1 < 0.08
     assert "ZeRO-3 gathers" in difference(alone, chosen)
@@ -131,10 +130,8 @@ def test_among_equals_tp_stays_in_the_node() -> None:
     assert simplest([over, as_fast_as(1.11)]) is over
 
 
-@pytest.mark.parametrize(
-    ("nodes", "batch"),
-    [(256, 1024), *(pytest.param(*large, marks=pytest.mark.slow) for large in ((2048, 2048), (16384, 8192)))],
-)
+@pytest.mark.slow  # tests/test_guide.py has a plan of 128 of its nodes
+@pytest.mark.parametrize(("nodes", "batch"), [(256, 1024), (2048, 2048), (16384, 8192)])
 def test_405b_keeps_tp_in_the_node(nodes: int, batch: int) -> None:
     options = search(query("llama3-405b", f"{nodes}x8xH100", batch), top=24).options
     chosen = simplest(options)
@@ -151,17 +148,17 @@ def test_few_microbatches_leave_a_zero_bubble_pipeline_waiting() -> None:
 
 
 def test_by_memory_and_pareto() -> None:
-    workload = query("llama3-8b", "8xH100", 128)
-    least = search(workload, "memory").best
-    assert least.footprint.total < search(workload).best.footprint.total
-    front = search(workload, "pareto").options
+    fixed = {"pp": 1, "cp": 1, "recompute": "selective"}
+    least = search(EIGHT, "memory", **fixed).best
+    assert least.footprint.total < search(EIGHT, **fixed).best.footprint.total
+    front = search(EIGHT, "pareto", **fixed).options
     totals = [option.footprint.total for option in front]
     assert totals == sorted(totals, reverse=True)
     assert len(front) > 2
 
 
 def test_unlike_nodes_get_unlike_stages() -> None:
-    best = search(query("llama3-8b", "8xH100+8xA100-80", 64)).best
+    best = search(query("llama3-8b", "8xH100+8xA100-80", 64), recompute="selective", zero=1).best
     first, last = best.layout.split[0], best.layout.split[-1]
     assert best.workload.groups[0] != best.workload.groups[-1]
     assert first > last

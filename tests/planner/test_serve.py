@@ -142,14 +142,9 @@ def test_a_prompt_is_compute_and_goes_through_stages_in_chunks() -> None:
 # gpt-fast's README: A100-80 at batch 1, a prompt of 5 tokens, compiled with CUDA graphs. The overheads in serve_step.py
 # were chosen with this table in view: that they are right for all of tp and both models is what is tested here.
 GPT_FAST = [
-    ("llama2-7b", 1, 104.9),
-    ("llama2-7b", 2, 168.8),
-    ("llama2-7b", 4, 254.0),
-    ("llama2-7b", 8, 328.4),
-    ("llama2-70b", 2, 21.32),
-    ("llama2-70b", 4, 38.01),
-    ("llama2-70b", 8, 62.50),
-]
+    ("llama2-7b", 1, 104.9), ("llama2-7b", 2, 168.8), ("llama2-7b", 4, 254.0), ("llama2-7b", 8, 328.4),
+    ("llama2-70b", 2, 21.32), ("llama2-70b", 4, 38.01), ("llama2-70b", 8, 62.50),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "tp", "published"), GPT_FAST)
@@ -164,19 +159,13 @@ def test_batch_one_on_a100(model: str, tp: int, published: float) -> None:
 # the plan is 1.3 to 1.9 times as fast. A likely reason: the attention kernel of that release for grouped heads gave way
 # to one with 2.4 times the throughput on this model (XQA, January 2024).
 TENSORRT = [
-    ("llama2-7b", "H100", 768, 1, 128, 128, 19694),
-    ("llama2-7b", "H100", 112, 1, 128, 2048, 6818),
-    ("llama2-7b", "H100", 80, 1, 2048, 128, 2244),
-    ("llama2-7b", "H100", 48, 1, 2048, 2048, 2740),
-    ("llama2-70b", "H100", 1024, 2, 128, 128, 2657),
-    ("llama2-70b", "H100", 96, 2, 2048, 128, 306),
-    ("llama2-7b", "A100-80", 384, 1, 128, 128, 5586),
-    ("llama2-7b", "A100-80", 60, 1, 128, 2048, 1928),
-    ("llama2-7b", "A100-80", 52, 1, 2048, 128, 591),
-    ("llama2-7b", "A100-80", 64, 2, 2048, 2048, 782),
-    ("llama2-70b", "A100-80", 1280, 4, 128, 128, 670),
-    ("llama2-70b", "A100-80", 120, 4, 2048, 128, 79),
-]
+    ("llama2-7b", "H100", 768, 1, 128, 128, 19694), ("llama2-7b", "H100", 112, 1, 128, 2048, 6818),
+    ("llama2-7b", "H100", 80, 1, 2048, 128, 2244), ("llama2-7b", "H100", 48, 1, 2048, 2048, 2740),
+    ("llama2-70b", "H100", 1024, 2, 128, 128, 2657), ("llama2-70b", "H100", 96, 2, 2048, 128, 306),
+    ("llama2-7b", "A100-80", 384, 1, 128, 128, 5586), ("llama2-7b", "A100-80", 60, 1, 128, 2048, 1928),
+    ("llama2-7b", "A100-80", 52, 1, 2048, 128, 591), ("llama2-7b", "A100-80", 64, 2, 2048, 2048, 782),
+    ("llama2-70b", "A100-80", 1280, 4, 128, 128, 670), ("llama2-70b", "A100-80", 120, 4, 2048, 128, 79),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "card", "batch", "tp", "prompt", "output", "published"), TENSORRT)
