@@ -238,7 +238,7 @@ def peers(
 
 _Optimizers = Annotated[
     str,
-    typer.Option(help="Names, with commas: of ours, or package.module:Name. The first is what others compare with."),
+    typer.Option(help="Comma-separated names, built-in or package.module:Name; all are compared with the first."),
 ]
 
 
@@ -252,14 +252,14 @@ def optimizer(
     output: Figures = None,
     as_json: Json = False,
 ) -> None:
-    """Time the update alone, without passes, the norm and the gather of weights.
+    """Time the optimizer's update alone: no forward or backward pass, no gradient norm, no gather of weights.
 
-    The layout's ranks are started on this machine. Optimizers take turns with
-    the same weights and random gradients; a round is as long as its slowest rank.
+    The layout's ranks run on this machine. The optimizers take turns on the same
+    weights and random gradients, and a round takes as long as its slowest rank.
 
-    The table has the bytes and FLOPs of the planner's closed forms, and their
-    time at the paces that the ranks reach together, as a share of the update's.
-    The optimizer that the job names has the job's settings, others their defaults.
+    The table shows the bytes and FLOPs that the planner counts, and which share of the
+    measured time they would take at the bandwidth and FLOP/s measured on these ranks.
+    The job's optimizer uses the job's settings; the others use their defaults.
 
     [dim]Examples:[/]
 

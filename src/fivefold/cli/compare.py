@@ -45,14 +45,14 @@ def zero(
 
 _Model = Annotated[
     str | None,
-    typer.Option(help="The model whose heads are used; default: llama3-405b, of --lengths: llama3-8b."),
+    typer.Option(help="The model whose heads are used; default: llama3-405b, or llama3-8b with --lengths."),
 ]
 _Tp = Annotated[
     int | None, typer.Option(help="Ranks that share the heads; default: a node's GPUs, if heads and cluster allow.")
 ]
 _Cluster = Annotated[
     str | None,
-    typer.Option(help="Nodes x GPUs per node x accelerator; default: 16x8xH100, of --lengths: 8x8xH100."),
+    typer.Option(help="Nodes x GPUs per node x accelerator; default: 16x8xH100, or 8x8xH100 with --lengths."),
 ]
 _Lengths = Annotated[
     str, typer.Option(help="Plan whole steps with every cp, for sequences of these tokens: 8192,131072,1048576.")
@@ -78,11 +78,11 @@ def cp(
 ) -> None:
     """Compare the ways to divide a sequence over cp ranks, for one layer and one sequence.
 
-    First how tokens are divided: contiguous, in a zigzag, in stripes. Then how keys
-    are exchanged: ring, all-gather, Ulysses. Bytes are those of the code that runs;
-    seconds and crossovers come from the planner's model of kernels and links. The
-    kernels matter: torch's fastest returns no log-sum-exp, which ring and
-    all-gather need to merge partial results, so they run on a slower one.
+    The first table compares how tokens are divided (contiguous, zigzag, striped), the
+    second how keys and values are exchanged (ring, all-gather, Ulysses). The bytes are
+    counted in the code that runs; seconds and crossovers come from the planner's model of
+    kernels and links. Ring and all-gather merge partial results, which needs the
+    log-sum-exp; torch's fastest kernel does not return it, so they use a slower one.
 
     [dim]Examples:[/]
 

@@ -20,8 +20,8 @@ TimesText = Annotated[
     str,
     typer.Option(
         "--times",
-        help="Durations of a whole rank, like f=1,i=1,w=1,comm=0.1. ep=0.4: so much of f and of i are messages of "
-        "experts, which joined pairs (F&B) hide; fb=2.5: how long a pair takes.",
+        help="Durations for a whole rank: f=1,i=1,w=1,comm=0.1. ep=0.4 is the part of f and of i spent on expert "
+        "messages, which overlapped pairs (F&B) hide; fb=2.5 is how long a pair takes.",
     ),
 ]
 Slow = Annotated[str, typer.Option(help="Slower ranks, as RANK=FACTOR: 1=1.5,3=2.")]
@@ -31,7 +31,7 @@ Sends = Annotated[
 Overlap = Annotated[bool, typer.Option(help="Whether messages are in flight while the receiver computes.")]
 
 
-_Cluster = Annotated[str, typer.Option("--cluster", "-c", help="Of the mesh: 2x8xH100; default: nodes of eight.")]
+_Cluster = Annotated[str, typer.Option("--cluster", "-c", help="For `draw mesh`: 2x8xH100; default: nodes of eight.")]
 _Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write a picture (.svg, .png) or the schedule (.txt, .json).")
 ]
@@ -48,19 +48,19 @@ def draw(
     slow: Slow = "",
     sends: Sends = "eager",
     overlap: Overlap = True,
-    layout: Annotated[str, typer.Option(help="Of the mesh: dp=2,tp=4,pp=2.")] = "",
+    layout: Annotated[str, typer.Option(help="For `draw mesh`: dp=2,tp=4,pp=2.")] = "",
     cluster: _Cluster = "",
     output: _Output = None,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Draw a schedule: which rank computes what when, where the bubbles are, what each rank holds.
+    """Draw a pipeline schedule: what each rank computes when, its bubbles, and the activations it holds.
 
-    A schedule is proven before it is drawn: complete, in order, free of deadlock, within its memory.
+    Before a schedule is drawn, it is proven complete, in order, free of deadlock, and within its memory.
 
-    `draw mesh` draws a layout on a cluster instead: which rank of which node stands where on each axis, and
-    over which links the axis communicates. A file that ends in .dark.svg or .dark.png is dark. With --html,
-    these schedules are also written as a self-contained page of `fivefold ui`.
+    `draw mesh` draws a layout on a cluster instead: each rank's node and coordinates, and the links that
+    each axis communicates over. Name the file .dark.svg or .dark.png for a dark background. --html also
+    writes the schedules as a self-contained page of `fivefold ui`.
 
     [dim]Examples:[/]
 

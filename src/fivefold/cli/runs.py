@@ -158,15 +158,16 @@ def inspect(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Show a run: its loss, the load of its experts, and what its newest checkpoint holds.
+    """Show a run: its loss, the load of its experts, and the contents of its newest checkpoint.
 
-    Reads metrics.jsonl, which may still grow, and looks at the checkpoint's files
-    without reading them. Of experts it shows how many tokens those of each layer
-    got, at the start and now, by the steps of train.log_every. With -o load.svg, that
-    is drawn, with a line for each expert over all these steps; with -o and any other .svg
-    or .png the loss. With --html, the page of `fivefold ui` is written with this run in it,
-    or with all runs of a directory, as one file. It is made to be sent: of a path the last
-    part is left, and the names of hosts are left out.
+    It reads metrics.jsonl, which a running job may still be writing, and lists the
+    checkpoint's files without loading them. For a mixture of experts it shows how many
+    tokens each layer's experts received, at the first logged step and at the last.
+
+    -o load.svg plots these tokens, one line per expert; -o with any other .svg or .png
+    plots the loss. --html writes the page of `fivefold ui` with this run, or with all runs
+    of a directory, as one file that is safe to send: paths are cut to their last part, and
+    host names are removed.
 
     [dim]Examples:[/]
 

@@ -165,7 +165,7 @@ def verify(
         check_writable(html)
         with _stoppable():
             proof = _foreign(context, adapter, check, words or [], timeout)
-        show(proof, as_json, output, _certificate_page(proof, html))
+        show(proof, as_json, output, [*_file_to_copy(adapter), *_certificate_page(proof, html)])
         return
     refuse(options_given(context, {"seed": "--seed"}), "is for --adapter; a job has train.seed")
     check_whole_layout(layout, words or [])
@@ -219,6 +219,14 @@ def _foreign(
             str(adapter), layouts, steps=steps, seed=context.params["seed"], device=context.params["device"],
             timeout=limit, progress=progress,
         )  # fmt: skip
+
+
+def _file_to_copy(adapter: str | None) -> list[str]:
+    """Where an adapter that ships lies: most adapters begin as a copy of one."""
+    from fivefold.foreign.adapter import AdapterFile
+
+    place = AdapterFile.of(adapter) if adapter else None
+    return [f"the file of {place.text}, to copy for your own: {place.file}"] if place and place.ships else []
 
 
 def _certificate_page(proof: "Certificate | RepeatedCertificate", html: Path | None) -> list[str]:
