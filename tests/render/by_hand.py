@@ -208,11 +208,15 @@ def certificate() -> Certificate:
         LayoutProof({"pp": 3}, 3, 0.5, [], broken="rank 1 of 3 raised ValueError", details="one line\nand another"),
     ]
     versions = {"fivefold": "1", "torch": "2.13.0+cpu", "transformers": "5.23.0"}
-    return Certificate("my_adapter.py", "0" * 64, "float64", "cpu", 2, True, 1_234_567, versions, proofs)
+    return Certificate(
+        adapter="my_adapter.py", adapter_digest="0" * 64, dtype="float64", device="cpu", steps=2, seed=1234, random="",
+        parameters=1_234_567, versions=versions, proofs=proofs,
+    )  # fmt: skip
 
 
 def repeated_certificate() -> RepeatedCertificate:
     now = certificate()
-    rows = [{"layout": proof.layout, "passed": True} for proof in now.proofs]
-    stated = {"layouts": rows, "created": "2026-01-02T03:04:05Z", "versions": {"torch": "2.12.0"}}
-    return RepeatedCertificate(stated, now)
+    body = now.to_dict()
+    rows = [row | {"passed": True} for row in body["layouts"]]
+    stated = {"layouts": rows, "created": "2026-01-02T03:04:05Z", "versions": {"torch": "2.12.0"}, "steps": 1}
+    return RepeatedCertificate(body | stated, now)
