@@ -60,6 +60,11 @@ def tree(module: str) -> ast.Module:
 
 
 @cache
+def nodes(module: str) -> list[ast.AST]:
+    return list(ast.walk(tree(module)))
+
+
+@cache
 def imports(module: str) -> list[Import]:
     return list(walk(tree(module), loads=True))
 

@@ -3,7 +3,7 @@
 import ast
 import graphlib
 
-from tests.layers import HEAVY, HEIGHT, LAYERS, imports, loaded, modules, package, pure_modules, tree, walk, way
+from tests.layers import HEAVY, HEIGHT, LAYERS, imports, loaded, modules, nodes, package, pure_modules, walk, way
 
 
 def test_the_table_names_every_room_and_no_other() -> None:
@@ -68,7 +68,7 @@ def test_no_two_classes_have_one_name() -> None:
     """A reader who meets a name knows what it is. Adapters are pages to copy, and name what is in them alone."""
     homes: dict[str, list[str]] = {}
     for module in modules():
-        for node in ast.walk(tree(module)):
+        for node in nodes(module):
             if isinstance(node, ast.ClassDef) and not module.startswith("fivefold.foreign.adapters."):
                 homes.setdefault(node.name, []).append(module)
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}

@@ -195,6 +195,7 @@ def test_the_job_can_be_checked_without_training(tmp_path, tokens: Path, monkeyp
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_same_command_joins_and_is_brought_back(tmp_path, tokens: Path) -> None:
     words = ["train", f"data.path={tokens}", *FAST, "checkpoint.every=1"]
     assert fivefold(*words, "run.name=plain", cwd=tmp_path).returncode == 0

@@ -144,6 +144,7 @@ def test_weights_that_are_not_all_there_are_named(tmp_path: Path) -> None:
     assert "layers.1.mlp.up" in str(found.exception)
 
 
+@pytest.mark.slow
 def test_one_h200_needed_what_the_dry_run_says() -> None:
     """Peaks that `torch.cuda.max_memory_allocated` gave for eager steps; compiled ones stay below (see the next)."""
     eager = read(BENCHMARKS / "h200-steps-eager.csv")

@@ -12,6 +12,7 @@ TORCHS = [bug for bug in BUGS if bug.framework == "pipelining"]
 PLANTED = str(Path(__file__).with_name("planted_pipelining.py"))
 
 
+@pytest.mark.slow
 def test_tensor_parallel_norms_and_a_schedule_with_a_tie_on_one_rank_are_one_process():
     certificate = verify_adapter("pipelining", ["tp=2,sp", "pp=2,schedule=ZBVZeroBubble,microbatches=3"])
     assert [proof.passed for proof in certificate.proofs] == [True, True]

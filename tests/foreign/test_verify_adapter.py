@@ -72,6 +72,7 @@ def test_what_is_certified(verified: Certificate, tmp_path: Path) -> None:
     assert refusal(lambda: check_certificate(file)).codes == ["certificate.read"]
 
 
+@pytest.mark.slow
 def test_dropout_is_compared_by_value_and_its_masks_and_the_certificate_repeated(tmp_path: Path) -> None:
     first = verify_adapter(f"{PLAIN}:Dropout")
     assert first.random == "dropout"
@@ -95,6 +96,7 @@ def test_dropout_is_compared_by_value_and_its_masks_and_the_certificate_repeated
     assert [then for _, then, _, _ in again.rows] == [True, True, False, False]
 
 
+@pytest.mark.slow
 def test_what_is_legal_and_easily_taken_for_a_bug() -> None:
     certificate = verify_adapter(f"{PLAIN}:Odd")
     assert not certificate.random  # a buffer that build() draws is the same in all runs

@@ -67,7 +67,7 @@ def test_selective_recompute_is_compiled_where_a_block_is_one_graph(layout: str,
 
 
 @pytest.mark.parametrize("layout", [
-    "pp=2,microbatches=2,schedule=zb-h1,recompute=full",
+    pytest.param("pp=2,microbatches=2,schedule=zb-h1,recompute=full", marks=SLOW),
     pytest.param("cp=2,recompute=full", marks=SLOW),
 ])  # fmt: skip
 def test_recomputed_blocks_with_breaks_are_compiled(layout: str) -> None:
@@ -212,6 +212,7 @@ def graphs_of_packed(rank: processes.Rank, job: Job) -> tuple[int, int, int]:
     return made[0], made[-1], len(shapes)
 
 
+@pytest.mark.slow
 def test_packed_documents_have_a_few_graphs_and_not_one_for_each_batch() -> None:
     job = read_job(
         None,

@@ -1,5 +1,6 @@
 """bfloat16 gradients of many microbatches: what is added up is added up in float32."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -45,6 +46,7 @@ def in_a_pipeline(rank: int, world: int, cases: list[Job]) -> list[dict[str, Ten
     return [run(case, Mesh.of(case.layout, CPU)).gradients for case in cases]
 
 
+@pytest.mark.slow
 def test_64_microbatches_in_bfloat16_add_up_as_float32_does_and_match_one() -> None:
     """Adding m numbers g_i one after another in float32 is off by at most (m - 1) u sum|g_i|, u = 2^-24 (Higham,
     Accuracy and Stability, 4.2; to first order, which is why m and not m - 1 stands below). bfloat16 sums, u = 2^-8,

@@ -117,6 +117,7 @@ def test_the_benchmark_asks_for_deepseek_on_2048():
     assert ("deepseek-v3", "256x8xH100", 10.0) in {(one.model, one.cluster, one.most) for one in QUESTIONS}
 
 
+@pytest.mark.slow
 def test_nothing_fits_is_said_only_after_exact_counts() -> None:
     """The fastest by closed forms all seem to fit there, and need more by exact counts; others fit."""
     workload = replace(question("qwen3-30b-a3b", "2x8xH100", batch=1024, seq=4096, software="nemo"), imbalance=1.0)

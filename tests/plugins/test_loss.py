@@ -84,6 +84,7 @@ def test_a_slice_and_a_part_of_the_words_are_compiled_without_a_break(monkeypatc
     assert compiler.compilation()[1] == {}
 
 
+@pytest.mark.slow
 def test_a_run_with_it_goes_on_in_another_layout_and_asks_for_the_plugin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

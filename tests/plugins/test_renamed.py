@@ -24,6 +24,7 @@ from fivefold.planner.serve_cost import kept
 from fivefold.planner.space import SearchQuery, space
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
+from tests.verifier.cases import slow
 
 KINDS = """
 from fivefold.spec.kinds import MLP, Mixer
@@ -128,7 +129,9 @@ def both(name: str) -> tuple[ModelSpec, ModelSpec]:
     return first, second
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["tiny", "tiny-mla", "tiny-moe", *slow(["tiny-qwen3", "tiny-gpt", "tiny-oss", "tiny-deepseek"])]
+)
 def test_it_is_planned_counted_and_divided_as_before(name: str, package: None) -> None:
     """Stages, seconds, memory, traffic, FLOPs, each collective of each layer, caches, closed forms, and the choice."""
     first, second = both(name)

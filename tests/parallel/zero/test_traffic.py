@@ -1,5 +1,6 @@
 """What travels, counted: calls and payload of every stage are the closed forms."""
 
+import pytest
 import torch
 
 from fivefold.layout.buckets import BucketParams, buckets
@@ -55,6 +56,7 @@ def expected(spec: ModelSpec, layout: Layout, narrow: int) -> Rows:
     return norm | dict([gather]) | {("dp", "reduce-scatter"): (units * m, padded * WIDE * m)}
 
 
+@pytest.mark.slow
 def test_every_stage_with_one_and_two_microbatches() -> None:
     layouts = [Layout(dp=2, zero=stage, microbatches=m) for stage in range(4) for m in (1, 2)]
     for rank in run_ranks(2, each, count, [(UNEVEN, layout, torch.bfloat16) for layout in layouts]):
