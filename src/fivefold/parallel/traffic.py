@@ -72,7 +72,7 @@ class TrafficCounter(TorchDispatchMode):
             given = named_args(func, args, kwargs)
             ranks = ranks_of(given)
             if len(ranks) > 1:
-                payload = max(_bytes(side) for side in (*given.values(), result))
+                payload = max(bytes_of(side) for side in (*given.values(), result))
                 self.events.append(TrafficEvent(self.axis(ranks), kind, payload, len(ranks), _sent(given)))
 
     def axis(self, ranks: tuple[int, ...]) -> str:
@@ -119,11 +119,11 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
-def _bytes(side: Any) -> int:
+def bytes_of(side: Any) -> int:
     """Bytes of an argument or result: a tensor, a list of them, or (in old signatures) a list of lists."""
     if isinstance(side, Tensor):
         return side.numel() * side.element_size()
-    return sum(map(_bytes, side)) if isinstance(side, list | tuple) else 0
+    return sum(map(bytes_of, side)) if isinstance(side, list | tuple) else 0
 
 
 def _sent(given: dict[str, Any]) -> int | None:
@@ -132,4 +132,4 @@ def _sent(given: dict[str, Any]) -> int | None:
     if not rows:
         return None
     others = sum(rows) - rows[group_of(given).rank()]
-    return _bytes(given["input"]) // max(1, sum(rows)) * others
+    return bytes_of(given["input"]) // max(1, sum(rows)) * others

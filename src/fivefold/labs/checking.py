@@ -1,0 +1,177 @@
+"""Checks a student's answer: every case of a lab on real ranks, against one process; and what they sent.
+
+    check_lab("linear").ok              # of linear/linear.py
+
+The verdict is made here, from the tensors and messages that ranks return: what the answer prints does not count.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fivefold.foreign.adapter import layout_text, product
+from fivefold.foreign.layout_proof import LayoutProof
+from fivefold.foreign.verify import verify_adapter
+from fivefold.labs.catalogue import Case, Lab, Sums, lab_in
+from fivefold.labs.messages import ANSWER, FOLDER, read, sent, stuck, told, wire_of
+from fivefold.render.blocks import Block, Result, Table, Text, mark
+from fivefold.support.errors import UserError
+from fivefold.support.text import counted
+
+TIMEOUT = 20.0  # seconds of one layout: a check has a dozen, and a minute
+_SHOWN = 3  # differences that are told of a layout
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One layout of one case."""
+
+    case: Case
+    proof: LayoutProof
+    problems: tuple[str, ...]
+    sums: Sums  # what its step sent
+    needed: Sums | None
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+
+@dataclass(frozen=True)
+class LabCheck(Result):
+    lab: Lab
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def ok(self) -> bool:  # type: ignore[override]
+        return all(outcome.passed for outcome in self.outcomes)
+
+    @property
+    def summary(self) -> str:
+        wrong = sum(not outcome.passed for outcome in self.outcomes)
+        count = counted(len(self.outcomes), "layout")
+        if wrong:
+            return f"{self.lab.name}: {wrong} of {count} {'is' if wrong == 1 else 'are'} not right yet"
+        worst = max((d.error for one in self.outcomes for d in one.proof.deviations), default=0.0)
+        return f"{self.lab.name} is solved: {count} = one process within {worst:.1e}"
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [{"case": one.case.model, "layout": one.proof.layout, "passed": one.passed, "problems": [*one.problems],
+                 "sent": {kind: {"calls": calls, "bytes": size} for kind, (calls, size) in one.sums.items()}}
+                for one in self.outcomes]  # fmt: skip
+        return {"lab": self.lab.name, "passed": self.ok, "summary": self.summary, "layouts": rows}
+
+    def blocks(self) -> Iterator[Block]:
+        rows = [[one.case.about, layout_text(one.proof.layout), told(one.sums), mark(one.passed)] for one in self.outcomes]
+        yield Table(["~case", "layout", "~a rank sends", ""], rows, title=self.lab.title)
+        said: list[str] = []
+        for one in self.outcomes:
+            for problem in one.problems:
+                if problem not in said:  # the same in several layouts
+                    yield Text(f"{one.case.model}, {layout_text(one.proof.layout)}: {problem}", "bad")
+                    said.append(problem)
+        yield Text(self.summary, "good" if self.ok else "bad")
+
+
+def check_lab(
+    answer: str | Path, *, timeout: float = TIMEOUT,
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> LabCheck:  # fmt: skip
+    """Hold a student's answer to a lab against one process, in every layout of the lab.
+
+    `answer` is the file, or the directory that `fivefold lab start` wrote; `timeout` is each layout's, in seconds.
+    """
+    lab, file = lab_in(Path(answer))
+    total = sum(len(case.layouts) for case in lab.cases)
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="fivefold-lab-") as home:
+        for case in lab.cases:
+            folder = Path(home) / case.model
+            folder.mkdir()
+            at = len(outcomes)
+            with _environment({ANSWER: str(file.resolve()), FOLDER: str(folder)}):
+                found = verify_adapter(
+                    f"{lab.home / 'check.py'}:{case.model}", case.layouts, timeout=timeout, steps=1,
+                    progress=lambda done, _, what, at=at: progress(min(at + max(0, done - 1), total), total, what),
+                )  # fmt: skip
+            outcomes += [_outcome(lab, case, proof, folder) for proof in found.proofs]
+            if any(_unwritten(outcome) for outcome in outcomes):
+                break  # a hole is a hole in all of them
+    return LabCheck(lab, tuple(outcomes))
+
+
+def _unwritten(outcome: Outcome) -> bool:
+    return any(problem.endswith("is not written yet") for problem in outcome.problems)
+
+
+def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
+    layout = {key: int(value) for key, value in proof.layout.items()}
+    messages = read(folder, layout_text(proof.layout), proof.world)
+    sums = sent(messages)
+    needed = case.needs(layout) if case.needs else None
+    if proof.broken:
+        hang = stuck(messages) if "gave no answer" in proof.broken else ""
+        problems = [f"{hang} ({proof.broken})" if hang else proof.broken]
+    elif not proof.passed:
+        problems = _differences(lab, proof)
+    else:
+        problems = _too_much(sums, needed, product(proof.layout))
+    return Outcome(case, proof, tuple(problems), sums, needed)
+
+
+def _differences(lab: Lab, proof: LayoutProof) -> list[str]:
+    """The causes in the words of the lab; the general ones where it has none."""
+    told_causes = []
+    for cause in proof.causes:
+        hint = next((hint for hint in lab.hints if all(word in cause.text for word in hint.words)), None)
+        told_causes.append(f"{cause.text}: {hint.sentence if hint else cause.likely}".removesuffix(": "))
+    return told_causes[:_SHOWN] or [str(deviation) for deviation in proof.failed[:_SHOWN]]
+
+
+def _too_much(sums: Sums, needed: Sums | None, size: int) -> list[str]:
+    """Right, and dearer than it has to be."""
+    if needed is None:
+        return []
+    own, least = wire_of(sums, size), wire_of(needed, size)
+    if own > least * (1 + 1e-9):
+        return [
+            f"the numbers are right, but a rank sends {told(sums)}, {own / least:.3g} x the bytes of {told(needed)}, "
+            "which are enough"
+        ]
+    calls, few = (sum(count for count, _ in one.values()) for one in (sums, needed))
+    if calls > few:
+        return [f"the numbers are right, but a rank sends {told(sums)} in {calls} calls, where {few} are enough"]
+    return []
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """What ranks find in their environment."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def start_lab(name: str, folder: Path) -> list[Path]:
+    """Write a lab's statement and starter into a directory; nothing that lies there is replaced."""
+    from fivefold.labs.catalogue import lab_of
+
+    lab = lab_of(name)
+    places = {"README.md": folder / "README.md", "starter.py": folder / lab.file}
+    if there := [path for path in places.values() if path.exists()]:
+        raise UserError(f"{there[0]} is there already; name another directory", "lab.exists")
+    folder.mkdir(parents=True, exist_ok=True)
+    for source, path in places.items():
+        path.write_text((lab.home / source).read_text())
+    return [*places.values()]

@@ -1,0 +1,125 @@
+"""What the ranks of a check sent, and who waits for whom where they hang: read in the parent from what they wrote."""
+
+import json
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from fivefold.cost.collective_time import Kind, wire
+from fivefold.support.text import counted
+
+ANSWER = "FIVEFOLD_LAB_FILE"  # in the environment of ranks: the student's file
+FOLDER = "FIVEFOLD_LAB_MESSAGES"  # and where each of them writes its messages
+_DIRECT = ("send", "receive")
+
+
+class Message(NamedTuple):
+    kind: str  # "all-reduce", "send", "receive", ...; "end" closes the list of a rank that is through
+    payload: int = 0  # bytes
+    ranks: tuple[int, ...] = ()  # of the group
+    peer: int | None = None  # of a send or receive
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in self._asdict().items() if value not in (None, 0, ())}
+
+    @property
+    def wire(self) -> Fraction:
+        """Bytes that this rank sends."""
+        if self.kind == "receive" or len(self.ranks) < 2:
+            return Fraction(0)
+        kind: Any = self.kind if self.kind in get_args(Kind) else "broadcast"
+        return wire(kind, self.payload, len(self.ranks))
+
+    def __str__(self) -> str:
+        size = f"{self.payload:,} bytes"
+        if self.kind == "send":
+            return f"a send of {size} to rank {self.peer}"
+        if self.kind == "receive":
+            return f"a receive of {size} from rank {self.peer}"
+        return f"{'an' if self.kind[0] in 'aeio' else 'a'} {self.kind} of {size}"
+
+
+def read(folder: Path, layout: str, world: int) -> list[list[Message]]:
+    """By rank; what a rank was writing when it was ended is left out."""
+    ranks = []
+    for rank in range(world):
+        file = folder / f"{layout}-{rank}.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        rows = [json.loads(line) for line in lines if line.endswith("}")]
+        ranks.append([Message(**{**row, "ranks": tuple(row.get("ranks", ()))}) for row in rows])
+    return ranks
+
+
+def sent(ranks: Sequence[Sequence[Message]]) -> dict[str, tuple[int, int]]:
+    """By kind, calls and bytes of the rank that sends most: receives are the other side of sends."""
+    most = max(ranks, key=lambda messages: sum(message.wire for message in messages), default=[])
+    found: dict[str, tuple[int, int]] = {}
+    for message in most:
+        if message.kind not in ("end", "receive") and len(message.ranks) > 1:
+            calls, payload = found.get(message.kind, (0, 0))
+            found[message.kind] = (calls + 1, payload + message.payload)
+    return found
+
+
+def wire_of(sums: Mapping[str, tuple[int, int]], size: int) -> float:
+    """Bytes on the wire of one rank, for sums over a group of `size` ranks."""
+    return float(sum(Message(kind, payload, tuple(range(size))).wire for kind, (_, payload) in sums.items()))
+
+
+def stuck(ranks: Sequence[Sequence[Message]]) -> str:
+    """Why ranks that hang do not go on; empty if their messages do not say."""
+    last = {rank: messages[-1] for rank, messages in enumerate(ranks) if messages}
+    waiting = {rank: message for rank, message in last.items() if message.kind != "end"}
+    for rank, message in waiting.items():
+        if message.kind not in _DIRECT or message.peer is None:
+            continue
+        peer, other = message.peer, last.get(message.peer)
+        if other is None:
+            return f"rank {rank} waits in {message}, and rank {peer} has sent and received nothing"
+        back = other.kind in _DIRECT and other.peer == rank
+        if back and other.kind == message.kind == "receive":
+            return (
+                f"ranks {rank} and {peer} both wait in a receive from each other: rank {rank} waits for a message that "
+                f"rank {peer} sends later"
+            )
+        if back and other.kind == message.kind == "send":
+            return (
+                f"ranks {rank} and {peer} both wait in a send to each other: a send may wait until it is received, so "
+                "one of them has to receive first"
+            )
+        if other.kind == "end":
+            count = _matching(ranks[peer], message.kind, rank)
+            own = sum(one.kind == message.kind and one.peer == peer for one in ranks[rank])
+            verb = "sent" if message.kind == "receive" else "received"
+            return f"rank {rank} waits in {message}, its number {own}; rank {peer} is through and has {verb} {count}"
+        return f"rank {rank} waits in {message}, and rank {peer} in {other}"
+    kinds = {rank: message for rank, message in waiting.items() if message.kind not in _DIRECT}
+    numbers = {rank: sum(one.kind not in (*_DIRECT, "end") for one in ranks[rank]) for rank in range(len(ranks))}
+    for rank, message in kinds.items():
+        for other in message.ranks:
+            if other == rank:
+                continue
+            theirs = last.get(other)
+            if theirs is None or theirs.kind == "end":
+                done = "is through" if theirs else "has called none"
+                return f"rank {rank} waits in {message}, its collective number {numbers[rank]}; rank {other} {done}" + (
+                    f" after {numbers[other]}" if theirs else ""
+                )
+            if (theirs.kind, theirs.ranks, theirs.payload) != (message.kind, message.ranks, message.payload):
+                return (
+                    f"rank {rank} waits in {message}, and rank {other} in {theirs}: the ranks of a group call the same "
+                    "collectives in the same order"
+                )
+    return ""
+
+
+def _matching(messages: Sequence[Message], kind: str, peer: int) -> str:
+    wanted = "send" if kind == "receive" else "receive"
+    return f"{sum(one.kind == wanted and one.peer == peer for one in messages)}"
+
+
+def told(sums: Mapping[str, tuple[int, int]]) -> str:
+    """`2 all-reduces of 1,024 bytes in all`."""
+    parts = [f"{counted(calls, kind)} with {payload:,} bytes" for kind, (calls, payload) in sorted(sums.items())]
+    return " and ".join(parts) or "nothing"

@@ -1,0 +1,146 @@
+"""A student's file in a rank: imported by its path, its modules held as shards, its messages written down.
+
+The checks of the labs (`linear/check.py` and its like) are adapters of `fivefold verify --adapter`, and use this.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fivefold.labs.messages import ANSWER, FOLDER, Message
+from fivefold.parallel.traffic import SPACES, bytes_of, group_of, kind_of, name_of, named_args
+from fivefold.support.errors import UserError
+
+
+@cache
+def answer() -> Any:
+    """The student's module. Only ranks import it."""
+    file = Path(os.environ[ANSWER])
+    spec = importlib.util.spec_from_file_location(f"lab_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"importing {file.name} raised {_told(error, file)}", "lab.import") from error
+    return module
+
+
+def called(name: str, *args: Any, **kwargs: Any) -> Any:
+    """A function or class of the student's, called; what it raises is told with the line of their file."""
+    module: ModuleType = answer()
+    file = Path(str(module.__file__))
+    if not hasattr(module, name):
+        raise UserError(f"{file.name} has no {name}; the statement and the starter have it", "lab.name")
+    with own_errors(file):
+        return getattr(module, name)(*args, **kwargs)
+
+
+@contextmanager
+def own_errors(file: Path | None = None) -> Iterator[None]:
+    """An exception that has come through the student's file is theirs, and told in a sentence."""
+    file = file or Path(os.environ[ANSWER])
+    try:
+        yield
+    except UserError:
+        raise
+    except NotImplementedError as error:
+        raise UserError(f"{_where(error, file)} is not written yet", "lab.hole") from error
+    except Exception as error:
+        raise UserError(f"{_where(error, file)} raised {type(error).__name__}: {error}", "lab.raised") from error
+
+
+def _where(error: BaseException, file: Path) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    return f"{frames[-1].name} ({file.name}, line {frames[-1].lineno})" if frames else file.name
+
+
+def _told(error: Exception, file: Path) -> str:
+    line = error.lineno if isinstance(error, SyntaxError) else None
+    frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    where = line or (frames[-1] if frames else None)
+    return f"{type(error).__name__}: {error}" + (f" (line {where})" if where and not line else "")
+
+
+# ---- shards ---------------------------------------------------------------------------------------------------------
+
+
+def load_shards(model: nn.Module, made_anew: nn.Module) -> None:
+    """Give a model the shards that the student's constructors take of other full weights."""
+    values = dict(made_anew.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])
+
+
+def unlike(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Weights of an ordinary size, the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64) / max(1, shape[-1]) ** 0.5
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes each collective and each message to a file before it starts: whoever hangs has written what it waits in."""
+
+    def __init__(self, file: int):
+        super().__init__()
+        self.file = file
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in SPACES and (message := _message(func, named_args(func, args, kwargs))) is not None:
+            os.write(self.file, (json.dumps(message.to_dict()) + "\n").encode())
+        return func(*args, **(kwargs or {}))
+
+
+def _message(func: Any, given: Mapping[str, Any]) -> Message | None:
+    name = name_of(func)
+    kind: str | None = "receive" if name.startswith("recv") else _rare(name) or kind_of(func)
+    if kind is None:
+        return None
+    group = group_of(dict(given))
+    ranks = sorted(dist.get_process_group_ranks(group))
+    payload = max(bytes_of(side) for side in given.values())
+    if kind == "all-gather" and func.namespace != "c10d":  # whose result is not among the arguments
+        payload *= len(ranks)
+    peer = given.get("src", given.get("dst"))
+    return Message(kind, payload, tuple(ranks), None if peer is None else dist.get_global_rank(group, int(peer)))
+
+
+def _rare(name: str) -> str | None:
+    """Collectives that a trainer has no use for, and a student may."""
+    return next((kind for kind in ("gather", "scatter") if name == kind), "reduce" if name == "reduce" else None)
+
+
+@contextmanager
+def recorded(layout: Mapping[str, Any]) -> Iterator[None]:
+    """Messages of a step go to FOLDER, into a file of this layout and rank; only those of the last step are left."""
+    folder = os.environ.get(FOLDER)
+    if not folder or not layout:
+        yield
+        return
+    name = ",".join(f"{key}={value}" for key, value in layout.items())
+    file = os.open(Path(folder) / f"{name}-{dist.get_rank()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        with _Recorder(file), own_errors():
+            yield
+        os.write(file, b'{"kind": "end"}\n')
+    finally:
+        os.close(file)
