@@ -16,7 +16,22 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fivefold.cli import bench, catalogue, checkpoint, compare, data, draw, hf, machines, plan, runs, train, verify, web
+from fivefold.cli import (
+    bench,
+    catalogue,
+    checkpoint,
+    compare,
+    data,
+    draw,
+    hf,
+    lab,
+    machines,
+    plan,
+    runs,
+    train,
+    verify,
+    web,
+)
 from fivefold.cli.options import DRAWABLE_SUFFIXES, command
 from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.launch.host import keep_freed_memory
@@ -58,6 +73,7 @@ app.add_typer(hf.app, name="hf", short_help=hf.SHORT)
 app.add_typer(catalogue.app, name="list", short_help=catalogue.LIST)
 command(app, "accuracy", catalogue.ACCURACY, DRAWABLE_SUFFIXES)(catalogue.accuracy)
 app.add_typer(bench.app, name="bench", short_help=bench.SHORT)
+app.add_typer(lab.app, name="lab", short_help=lab.SHORT)
 command(app, "ui", web.UI)(web.ui)
 
 

@@ -10,16 +10,18 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fivefold.foreign.adapter import layout_text, product
 from fivefold.foreign.layout_proof import LayoutProof
 from fivefold.foreign.verify import verify_adapter
-from fivefold.labs.catalogue import Case, Lab, Sums, lab_in
+from fivefold.labs.catalogue import lab_in
+from fivefold.labs.lab import Case, Lab, Sums
 from fivefold.labs.messages import ANSWER, FOLDER, read, sent, stuck, told, wire_of
+from fivefold.labs.probes import differences
 from fivefold.render.blocks import Block, Result, Table, Text, mark
-from fivefold.support.errors import UserError
 from fivefold.support.text import counted
 
 TIMEOUT = 20.0  # seconds of one layout: a check has a dozen, and a minute
@@ -66,7 +68,9 @@ class LabCheck(Result):
         return {"lab": self.lab.name, "passed": self.ok, "summary": self.summary, "layouts": rows}
 
     def blocks(self) -> Iterator[Block]:
-        rows = [[one.case.about, layout_text(one.proof.layout), told(one.sums), mark(one.passed)] for one in self.outcomes]
+        rows = [
+            [one.case.about, layout_text(one.proof.layout), told(one.sums), mark(one.passed)] for one in self.outcomes
+        ]
         yield Table(["~case", "layout", "~a rank sends", ""], rows, title=self.lab.title)
         said: list[str] = []
         for one in self.outcomes:
@@ -92,16 +96,19 @@ def check_lab(
         for case in lab.cases:
             folder = Path(home) / case.model
             folder.mkdir()
-            at = len(outcomes)
+            shown = partial(_progress, progress, len(outcomes), total)
             with _environment({ANSWER: str(file.resolve()), FOLDER: str(folder)}):
-                found = verify_adapter(
-                    f"{lab.home / 'check.py'}:{case.model}", case.layouts, timeout=timeout, steps=1,
-                    progress=lambda done, _, what, at=at: progress(min(at + max(0, done - 1), total), total, what),
-                )  # fmt: skip
+                check = f"{lab.home / 'check.py'}:{case.model}"
+                found = verify_adapter(check, case.layouts, timeout=timeout, steps=1, progress=shown)
             outcomes += [_outcome(lab, case, proof, folder) for proof in found.proofs]
             if any(_unwritten(outcome) for outcome in outcomes):
                 break  # a hole is a hole in all of them
     return LabCheck(lab, tuple(outcomes))
+
+
+def _progress(show: Callable[[int, int, str], None], before: int, total: int, done: int, of: int, what: str) -> None:
+    """Of one case, as a part of all."""
+    show(min(before + max(0, done - 1), total), total, what)
 
 
 def _unwritten(outcome: Outcome) -> bool:
@@ -113,23 +120,31 @@ def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
     messages = read(folder, layout_text(proof.layout), proof.world)
     sums = sent(messages)
     needed = case.needs(layout) if case.needs else None
+    # What differs first on the way forward says more than the gradients that follow from it.
+    on_the_way = [_hinted(lab, text) for text in differences(folder, proof.layout, proof.world, case.probes)]
     if proof.broken:
         hang = stuck(messages) if "gave no answer" in proof.broken else ""
-        problems = [f"{hang} ({proof.broken})" if hang else proof.broken]
+        problems = [hang or proof.broken, *on_the_way]
     elif not proof.passed:
-        problems = _differences(lab, proof)
+        problems = on_the_way or _causes(lab, proof)
     else:
         problems = _too_much(sums, needed, product(proof.layout))
     return Outcome(case, proof, tuple(problems), sums, needed)
 
 
-def _differences(lab: Lab, proof: LayoutProof) -> list[str]:
-    """The causes in the words of the lab; the general ones where it has none."""
-    told_causes = []
-    for cause in proof.causes:
-        hint = next((hint for hint in lab.hints if all(word in cause.text for word in hint.words)), None)
-        told_causes.append(f"{cause.text}: {hint.sentence if hint else cause.likely}".removesuffix(": "))
-    return told_causes[:_SHOWN] or [str(deviation) for deviation in proof.failed[:_SHOWN]]
+def _causes(lab: Lab, proof: LayoutProof) -> list[str]:
+    """Why gradients differ, in the words of the lab, or in general ones."""
+    causes = [_hinted(lab, cause.text, cause.likely) for cause in proof.causes if not cause.text.startswith(_VAGUE)]
+    return causes[:_SHOWN] or [str(deviation) for deviation in proof.failed[:_SHOWN]]
+
+
+_VAGUE = ("before they are reduced", "forward:")  # of verify, where the frameworks' own modules are looked into
+
+
+def _hinted(lab: Lab, text: str, likely: str = "") -> str:
+    """A finding with what it means in this lab."""
+    hint = next((hint.sentence for hint in lab.hints if all(word in text for word in hint.words)), likely)
+    return f"{text}: {hint}" if hint else text
 
 
 def _too_much(sums: Sums, needed: Sums | None, size: int) -> list[str]:
@@ -161,17 +176,3 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def start_lab(name: str, folder: Path) -> list[Path]:
-    """Write a lab's statement and starter into a directory; nothing that lies there is replaced."""
-    from fivefold.labs.catalogue import lab_of
-
-    lab = lab_of(name)
-    places = {"README.md": folder / "README.md", "starter.py": folder / lab.file}
-    if there := [path for path in places.values() if path.exists()]:
-        raise UserError(f"{there[0]} is there already; name another directory", "lab.exists")
-    folder.mkdir(parents=True, exist_ok=True)
-    for source, path in places.items():
-        path.write_text((lab.home / source).read_text())
-    return [*places.values()]

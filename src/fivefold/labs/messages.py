@@ -74,7 +74,8 @@ def stuck(ranks: Sequence[Sequence[Message]]) -> str:
     for rank, message in waiting.items():
         if message.kind not in _DIRECT or message.peer is None:
             continue
-        peer, other = message.peer, last.get(message.peer)
+        peer = message.peer
+        other = last.get(peer)
         if other is None:
             return f"rank {rank} waits in {message}, and rank {peer} has sent and received nothing"
         back = other.kind in _DIRECT and other.peer == rank
@@ -94,23 +95,23 @@ def stuck(ranks: Sequence[Sequence[Message]]) -> str:
             verb = "sent" if message.kind == "receive" else "received"
             return f"rank {rank} waits in {message}, its number {own}; rank {peer} is through and has {verb} {count}"
         return f"rank {rank} waits in {message}, and rank {peer} in {other}"
-    kinds = {rank: message for rank, message in waiting.items() if message.kind not in _DIRECT}
-    numbers = {rank: sum(one.kind not in (*_DIRECT, "end") for one in ranks[rank]) for rank in range(len(ranks))}
-    for rank, message in kinds.items():
-        for other in message.ranks:
-            if other == rank:
-                continue
-            theirs = last.get(other)
-            if theirs is None or theirs.kind == "end":
-                done = "is through" if theirs else "has called none"
-                return f"rank {rank} waits in {message}, its collective number {numbers[rank]}; rank {other} {done}" + (
-                    f" after {numbers[other]}" if theirs else ""
-                )
+    return _unlike_collectives(ranks, last)
+
+
+def _unlike_collectives(ranks: Sequence[Sequence[Message]], last: Mapping[int, Message]) -> str:
+    numbers = [sum(message.kind not in (*_DIRECT, "end") for message in messages) for messages in ranks]
+    for rank, message in last.items():
+        if message.kind in (*_DIRECT, "end"):
+            continue
+        waits = f"rank {rank} waits in {message}, its collective number {numbers[rank]}"
+        for member in (other for other in message.ranks if other != rank):
+            theirs = last.get(member)
+            if theirs is None:
+                return f"{waits}; rank {member} has called none"
+            if theirs.kind == "end":
+                return f"{waits}; rank {member} is through after {numbers[member]}"
             if (theirs.kind, theirs.ranks, theirs.payload) != (message.kind, message.ranks, message.payload):
-                return (
-                    f"rank {rank} waits in {message}, and rank {other} in {theirs}: the ranks of a group call the same "
-                    "collectives in the same order"
-                )
+                return f"{waits}, and rank {member} in {theirs}: ranks of a group call the same ones in the same order"
     return ""
 
 

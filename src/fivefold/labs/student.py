@@ -15,12 +15,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.labs.messages import ANSWER, FOLDER, Message
+from fivefold.labs.probes import ALONE, file_of
 from fivefold.parallel.traffic import SPACES, bytes_of, group_of, kind_of, name_of, named_args
 from fivefold.support.errors import UserError
 
@@ -94,11 +96,18 @@ def unlike(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64) / max(1, shape[-1]) ** 0.5
 
 
+def probe(layout: Mapping[str, Any], name: str, tensor: Tensor) -> None:
+    """Keep what is computed on the way, for the parent to compare (`probes.py`)."""
+    if folder := os.environ.get(FOLDER):
+        text = ",".join(f"{key}={value}" for key, value in layout.items()) or ALONE
+        np.save(file_of(Path(folder), text, dist.get_rank(), name), tensor.detach().numpy())
+
+
 # ---- messages -------------------------------------------------------------------------------------------------------
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes each collective and each message to a file before it starts: whoever hangs has written what it waits in."""
+    """Writes each message to a file before it starts: a rank that hangs has written what it waits in."""
 
     def __init__(self, file: int):
         super().__init__()

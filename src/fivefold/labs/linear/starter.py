@@ -1,6 +1,5 @@
 """Column- and row-parallel linear layers. The statement is in README.md; check with `fivefold lab check .`"""
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 

@@ -1,0 +1,81 @@
+"""`fivefold lab`: exercises whose answers run on real ranks and are held against one process."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fivefold.cli.options import Json, Output, command, counting_bar
+from fivefold.cli.renamed import ExplainsUnknown
+from fivefold.render.blocks import TEXTS, show
+
+SHORT = "Exercises that check themselves on real ranks.  [dim]fivefold lab start linear my-lab[/]"
+app = typer.Typer(cls=ExplainsUnknown, rich_markup_mode="rich")
+_Answer = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a lab, or the file in it.")]
+
+
+@app.callback(invoke_without_command=True)
+def labs(context: typer.Context, as_json: Json = False) -> None:
+    """List the labs: exercises to write the parallelism of a transformer by hand.
+
+    Each has a statement and a file with holes. Your code runs on real ranks of this
+    machine and is held against one process; what is wrong is said in a sentence.
+
+    [dim]Examples:[/]
+
+      fivefold lab
+
+      fivefold lab start linear my-lab
+
+      fivefold lab check my-lab
+    """
+    if context.invoked_subcommand is None:
+        from fivefold.labs.catalogue import labs
+
+        show(labs(), as_json, None)
+
+
+@command(app, "start", "Write the statement and the file of a lab.  [dim]fivefold lab start linear my-lab[/]", TEXTS)
+def start(
+    name: Annotated[str, typer.Argument(help="The lab: one that `fivefold lab` lists.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; it is created, and nothing is replaced.")],
+    as_json: Json = False,
+    output: Output = None,
+) -> None:
+    """Write a lab's statement, README.md, and the file to fill in.
+
+    [dim]Examples:[/]
+
+      fivefold lab start linear my-lab
+    """
+    from fivefold.labs.catalogue import start_lab
+
+    show(start_lab(name, folder), as_json, output)
+
+
+@command(app, "check", "Hold your answer against one process.  [dim]fivefold lab check my-lab[/]", TEXTS)
+def check(
+    answer: _Answer,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that one layout has before its ranks count as hanging.")
+    ] = 20.0,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Run an answer on real ranks, hold it against one process, and count what it sends.
+
+    Outputs, gradients and messages are compared in several layouts with awkward
+    sizes. The command ends with 0 if all are right and with 1 otherwise; within about
+    a minute. It runs your code with your rights: it is no sandbox.
+
+    [dim]Examples:[/]
+
+      fivefold lab check my-lab
+
+      fivefold lab check my-lab --json
+    """
+    from fivefold.labs.checking import check_lab
+
+    with counting_bar() as progress:
+        found = check_lab(answer, timeout=timeout, progress=progress)
+    show(found, as_json, output)

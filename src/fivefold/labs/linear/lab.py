@@ -1,0 +1,51 @@
+"""Column- and row-parallel linear layers."""
+
+from collections.abc import Mapping
+
+from fivefold.labs.lab import F64, Case, Hint, Lab, Sums
+
+B, S, D = 2, 6, 16  # sequences, tokens and width
+THIN = (1, 3, 7)
+OUT = 5  # features that thin gives
+
+
+def two_sums(layout: Mapping[str, int]) -> Sums:
+    """Forward one all-reduce of the output, backward one of the input's gradient."""
+    return {"all-reduce": (2, 2 * B * S * D * F64)}
+
+
+def two_thin_sums(layout: Mapping[str, int]) -> Sums:
+    return {"all-reduce": (2, THIN[0] * THIN[1] * (THIN[2] + OUT) * F64)}
+
+
+COLUMN, ROW = "the output of the column-parallel layer", "the output of the row-parallel layer"
+_PROBES = {COLUMN: -1, ROW: None}
+LAB = Lab(
+    "linear",
+    "Column- and row-parallel linear layers",
+    "which dimension of a weight is sharded, and which layer needs a sum",
+    (
+        Case("mlp", ("tp=2", "tp=4"), "an MLP with biases", two_sums, _PROBES),
+        Case("thin", ("tp=2", "tp=4"), "hidden width 12, output 5", two_thin_sums, _PROBES),
+    ),
+    (
+        Hint((ROW, "nobody adds"), "all-reduce what each rank's features give"),
+        Hint((ROW, "x = tp"), "it is reduced twice: the second sum is over ranks that hold the whole sum"),
+        Hint((ROW, "x = 1/tp"), "a sum is wanted, and not the mean"),
+        Hint(
+            (ROW, "by a bias"),
+            "every rank adds the bias before the sum, which then has it tp times: add it once, after the all-reduce",
+        ),
+        Hint((COLUMN, "by a bias"), "the bias is sharded as the output's features are"),
+        Hint((COLUMN, "another order"), "rank r has the r-th part of neighbouring rows, and no stride"),
+        Hint(
+            ("gradients (x)", "missing SUM"),
+            "each rank has the part of the input's gradient that its output features give; the column-parallel layer "
+            "has to sum them over tp in backward",
+        ),
+        Hint(
+            ("exactly x", "= tp"),
+            "the gradient of a sum is a copy: the backward pass of the row-parallel layer's all-reduce sends nothing",
+        ),
+    ),
+)

@@ -1,0 +1,101 @@
+"""What an answer computes on the way, rank by rank, next to one process: outputs, of which gradients say little.
+
+A check keeps them with `student.probe`; here, in the parent, they are compared and the difference is named.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.foreign.adapter import Layout, layout_text
+from fivefold.foreign.evidence import factor_name
+
+Values = NDArray[np.float64]
+_FITS = 1e-9
+ALONE = "one process"
+
+
+def file_of(folder: Path, layout: str, rank: int, name: str) -> Path:
+    return folder / f"{layout}-{rank}-{name}.npy"
+
+
+def differences(folder: Path, layout: Layout, world: int, probes: Mapping[str, int | None]) -> list[str]:
+    """How the first probe that differs does, in a sentence; nothing if none does. `probes`: by name, in the order in
+    which they are computed, the dimension along which ranks have parts, or None where each has the whole."""
+    for name, dim in probes.items():
+        files = [file_of(folder, layout_text(layout), rank, name) for rank in range(world)]
+        truth_file = file_of(folder, ALONE, 0, name)
+        if not truth_file.exists() or not all(file.exists() for file in files):
+            continue
+        truth = np.load(truth_file, allow_pickle=False)
+        ranks = [np.load(file, allow_pickle=False) for file in files]
+        if text := _shape(truth, ranks, dim) or _difference(truth, _joined(ranks, dim), layout):
+            return [f"{name} {text}"]
+    return []
+
+
+def _joined(ranks: Sequence[Values], dim: int | None) -> list[Values]:
+    return [*ranks] if dim is None else [np.concatenate(ranks, axis=dim)]
+
+
+def _shape(truth: Values, ranks: Sequence[Values], dim: int | None) -> str:
+    if dim is None:
+        odd = [rank for rank, own in enumerate(ranks) if own.shape != truth.shape]
+        return f"has the shape {ranks[odd[0]].shape} on rank {odd[0]}; it should be {truth.shape}" if odd else ""
+    shapes = " and ".join(dict.fromkeys(str(own.shape) for own in ranks))
+    wanted = f"is to be {truth.shape} when its parts are joined in dimension {dim}, and these are {shapes}"
+    try:
+        return "" if np.concatenate(ranks, axis=dim).shape == truth.shape else wanted
+    except ValueError:
+        return wanted
+
+
+def _close(values: Values, truth: Values) -> bool:
+    scale = float(np.abs(truth).max(initial=0.0)) or 1.0
+    return values.shape == truth.shape and bool(np.abs(values - truth).max(initial=0.0) <= _FITS * scale)
+
+
+def _difference(truth: Values, ranks: Sequence[Values], layout: Layout) -> str:
+    wrong = [rank for rank, own in enumerate(ranks) if not _close(own, truth)]
+    if not wrong:
+        return ""
+    where = "" if len(wrong) == len(ranks) else f" on rank {wrong[0]}"
+    own = ranks[wrong[0]]
+    if _close(_centred(own), _centred(truth)):
+        return f"is off by the same row for every token{where}: by a bias"
+    for view in (np.asarray, _centred):  # a bias may be added before or after what went wrong
+        if text := _scaled(view(truth), [view(values) for values in ranks], wrong[0], layout):
+            return text + where
+    if _columns(own) == _columns(truth):
+        return f"has the right features in another order{where}"
+    places = np.argwhere(np.abs(own - truth) > _FITS * (float(np.abs(truth).max(initial=0.0)) or 1.0))
+    first = ", ".join(map(str, places[0]))
+    return f"differs{where} in {len(places):,} of {truth.size:,} elements, first at [{first}]"
+
+
+def _scaled(truth: Values, ranks: Sequence[Values], wrong: int, layout: Layout) -> str:
+    """Numbers that were multiplied, and sums that were left out."""
+    own = ranks[wrong]
+    factor = float((own * truth).sum() / ((truth * truth).sum() or 1.0))
+    if abs(factor) > _FITS and _close(own, factor * truth):
+        name = factor_name(float(f"{factor:.8g}"), layout, {}, len(ranks))
+        return f"is {factor:.6g} x{f' = {name} x' if name else ''} what it should be"
+    total = np.sum(ranks, axis=0)
+    if len(ranks) > 1 and _close(total, truth):
+        return "is in parts on the ranks, which add up to the truth, and nobody adds them"
+    if len(ranks) > 1 and _close(total / len(ranks), truth):
+        return "is the truth in the mean over the ranks, and nobody takes it"
+    return ""
+
+
+def _centred(values: Values) -> Values:
+    """Without what is the same for every token: a bias."""
+    rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
+    return np.asarray(rows - rows[:1])
+
+
+def _columns(values: Values) -> list[tuple[float, ...]]:
+    """The features of all tokens, without their biases and their order."""
+    return sorted(tuple(column) for column in _centred(values).T.round(9).tolist())
