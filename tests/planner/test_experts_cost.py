@@ -24,7 +24,7 @@ def workload(layout: str, spec=QWEN, cluster: str = "2x8xH100", batch: int = 64,
 
 
 def mixture(layout: str, **changes):
-    return workload(layout, **changes).block_cost.mixture
+    return workload(layout, **changes).block_cost.moe
 
 
 def test_balanced_experts_compute_a_tokens_visits():
@@ -41,7 +41,7 @@ def test_fewer_tokens_an_expert_are_slower_each():
         return sum(one.matmuls) / one.rows
 
     assert per_row(1) > per_row(4)
-    few = Workload(QWEN, Layout(dp=16, ep=16), Cluster.parse("2x8xH100"), 64, 16).block_cost.mixture
+    few = Workload(QWEN, Layout(dp=16, ep=16), Cluster.parse("2x8xH100"), 64, 16).block_cost.moe
     assert sum(few.matmuls) / few.rows > 3 * per_row(4)  # weights are read for few rows
 
 
@@ -100,7 +100,7 @@ def test_first_layers_without_experts_are_lighter_stages():
     found = workload(layout, DEEPSEEK, cluster="2x8xH100")
     works = found.block_cost
     plain = works.of(DEEPSEEK.kinds(0))
-    assert plain.mixture is None
+    assert plain.moe is None
     assert plain.block.forward.ep == 0.0 < works.block.forward.ep
     assert plain.block.forward.total < works.block.forward.total
 

@@ -62,14 +62,14 @@ class BlockCollectives(RoutedTokens):
     tokens: int  # B S
     compute: int  # bytes
     accum: int
-    kinds: Layer  # the block's mixer and MLP
+    layer: Layer  # the block's mixer and MLP
     rows: RoutedRows = _NO_ROWS
     balanced: int = 0  # sequences of a microbatch whose loads a balance loss reads; 0: there is none
 
     @property
     def moe(self) -> bool:
         """Whether the MLP is one of experts."""
-        return self.kinds.routed
+        return self.layer.routed
 
     def forward(self) -> Iterator[Collective]:
         yield from self.mixer()
@@ -113,7 +113,7 @@ class BlockCollectives(RoutedTokens):
     @cached_property
     def _own(self) -> BlockOperations:
         """The operations of a tp rank."""
-        return block(self.spec, self.layout.tp, self.kinds)
+        return block(self.spec, self.layout.tp, self.layer)
 
     def _groups(self, kind: BlockKind | None) -> TensorGroups:
         """How tp divides a branch."""
@@ -131,22 +131,22 @@ class BlockCollectives(RoutedTokens):
         return "the shared expert" if self.moe else "the MLP"
 
     def mixer(self) -> Iterator[Collective]:
-        if not self.kinds.attends:
-            yield from self._divided(self.kinds.mixer, "the mixer")
+        if not self.layer.attends:
+            yield from self._divided(self.layer.mixer, "the mixer")
             return
-        yield from self._divided(self.kinds.mixer, "q, k and v", "attention's output, summed over heads")
+        yield from self._divided(self.layer.mixer, "q, k and v", "attention's output, summed over heads")
 
     def mixer_back(self) -> Iterator[Collective]:
-        if not self.kinds.attends:
-            yield from self._divided_back(self.kinds.mixer, "the mixer")
+        if not self.layer.attends:
+            yield from self._divided_back(self.layer.mixer, "the mixer")
             return
-        yield from self._divided_back(self.kinds.mixer, "q, k and v", "attention's output")
+        yield from self._divided_back(self.layer.mixer, "q, k and v", "attention's output")
 
     def mlp(self) -> Iterator[Collective]:
-        return self._divided(self.kinds.mlp, self._mlp)
+        return self._divided(self.layer.mlp, self._mlp)
 
     def mlp_back(self) -> Iterator[Collective]:
-        return self._divided_back(self.kinds.mlp, self._mlp)
+        return self._divided_back(self.layer.mlp, self._mlp)
 
     def _divided(self, kind: BlockKind | None, name: str, output: str = "") -> Iterator[Collective]:
         """Before the column-parallel groups of a branch, and after its row-parallel linears."""
@@ -174,7 +174,7 @@ class BlockCollectives(RoutedTokens):
 
     def _between(self, kind: BlockKind | None, when: Literal["forward", "backward"]) -> Iterator[Collective]:
         """What attention sends: of the norms of q and k, and over cp."""
-        if kind is not self.kinds.mixer or not self.kinds.attends:
+        if kind is not self.layer.mixer or not self.layer.attends:
             return
         sent = list(self._context(when))
         if self._squares:

@@ -69,11 +69,12 @@ Pointwise = Literal["eager", "fused", "compiled", "fivefold", "float32"]
 Selective = Literal["pointwise", "attention", "half"]
 
 
-NARROW = {"fp8": 1.0, "fp4": 0.5}  # bytes of what matmuls read, their inputs cast before; activations are in bf16
+# Bytes of an element of a matmul's input: in low precision the inputs are cast first, and activations are in bf16.
+LOW_PRECISION_BYTES = {"fp8": 1.0, "fp4": 0.5}
 # Bytes that casting an element of a matmul's input moves. fp8: read 2, write 1. fp4: read for the tensor's largest,
 # read and rotated (the random Hadamard transform, arXiv 2509.25149) and written, and again transposed.
 CAST = {"fp8": 3.0, "fp4": 7.0}
-WIDE = {"fp32": 4, "tf32": 4, "fp64": 8}  # bytes of what is computed with, where not 2
+HIGH_PRECISION_BYTES = {"fp32": 4, "tf32": 4, "fp64": 8}  # of an element of weights and activations, where not 2
 
 
 class Overlap(Struct, frozen=True, kw_only=True):
@@ -97,7 +98,7 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
     pointwise: Pointwise = "fused"  # activation functions, rotations, residual sums
     norm: Pointwise = "fused"
     overlap: Overlap = Overlap()
-    reached: Software = software()
+    achieved: Software = software()
     order: tuple[str, ...] = PLACED  # of the degrees, the fastest first
     host: float = 1.0  # the host's time for one block's forward pass, relative to `Software.host`
     computes_itself: bool = False  # the host does, as on CPUs: its time is not behind the device's, but added
@@ -138,7 +139,7 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
 
     def computing_in(self, precision: str) -> "SoftwareProfile":
         """The same with wider weights: no master beside them, and moments as wide."""
-        wide = WIDE.get(precision)
+        wide = HIGH_PRECISION_BYTES.get(precision)
         if wide is None:
             return self
         logits = 2.0 * wide if self.one_pass else self.peak_logit_bytes  # nothing is widened
@@ -161,13 +162,13 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
 
     def hides(self, what: str) -> float:
         """The share of a kind of collective that runs behind compute, where there is enough of it."""
-        return min(1.0, float(getattr(self.overlap, what) * getattr(self.reached, what)))
+        return min(1.0, float(getattr(self.overlap, what) * getattr(self.achieved, what)))
 
     @property
     def hides_experts(self) -> float:
         """The share of experts' messages that can run behind compute: as of gathers behind the neighbouring blocks, for
         no published run tells of these alone."""
-        return min(1.0, self.overlap.ep * self.reached.zero)
+        return min(1.0, self.overlap.ep * self.achieved.zero)
 
     @property
     def hides_weights(self) -> float:

@@ -107,7 +107,7 @@ class _Inputs:
     @property
     def message_bytes(self) -> int:
         """Bytes of the residual stream, as it goes to the next pipeline rank; under sp this rank's tokens."""
-        return self.block().states // (self.layout.tp if self.layout.sp else 1)
+        return self.block().states // self.layout.sp_degree
 
     def stage_params(self) -> Iterator[list[LocalParam]]:
         """The parameters of each stage. An embedding that first and last stage share on one rank is the first's."""

@@ -23,9 +23,9 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import Layer
 
 
-def own_share(spec: ModelSpec, of: Choices, kinds: Layer, ep: Array | int = 1) -> ParamShare:
-    """Parameters of a block of these kinds on one rank."""
-    shares = {tp: block_share(spec, tp, 1, kinds) for tp in np.unique(of.tp).tolist()}
+def block_params(spec: ModelSpec, of: Choices, layer: Layer, ep: Array | int = 1) -> ParamShare:
+    """Parameters of a block on one rank."""
+    shares = {tp: block_share(spec, tp, 1, layer) for tp in np.unique(of.tp).tolist()}
     dense: Any = np.array([shares[tp].dense if tp in shares else 0.0 for tp in range(max(shares) + 1)])[of.tp]
     return ParamShare(dense, next(iter(shares.values())).experts / ep)
 
@@ -112,7 +112,7 @@ class UnlikeClosed:
         return self.any.step(busiest, (many * each).sum(axis=0) + ends) + self.after()
 
     def parameters(self, rank: RankArrays) -> ParamShare:
-        spec, shares = self.any.workload.spec, [part.own for part in self.parts.values()]
+        spec, shares = self.any.workload.spec, [part.block_params for part in self.parts.values()]
         dense, experts = (
             sum(count * share[at] for count, share in zip(rank.counts, shares, strict=True)) for at in (0, 1)
         )
@@ -127,10 +127,13 @@ class UnlikeClosed:
             count = self.parameters(rank)
             forward, backward = (
                 np.sum([many * own for many, own in zip(rank.counts, each, strict=True)], axis=0)
-                for each in ([block.forward for block in blocks], [block.backward - block.port for block in blocks])
+                for each in (
+                    [block.forward for block in blocks],
+                    [block.backward - block.inter_node_backward for block in blocks],
+                )
             )
             left = zero.exposed_sync(count, of.zero, of.microbatches, forward, np.maximum(0.0, backward))
-            ends = zero.at_embedding_and_head(count, of.tp, of.microbatches, forward / self.any.chunks)
+            ends = zero.exposed_zero3_outside_blocks(count, of.tp, of.microbatches, forward / self.any.chunks)
             own = zero.optimizer(count, of.zero) + np.where(of.zero == 3, ends, left)
             seconds = np.where(count.total > most, own, seconds)
             most = np.maximum(most, count.total)
@@ -171,12 +174,12 @@ def closed_by_kind(
 ) -> list[Closed]:
     """The closed forms of a model without experts, of each kind of layer."""
     spec, parts = workload.spec, []
-    for kinds in spec.counted():
-        block = BlockArrays.of_all(workload, shapes, of.shape, kinds)
+    for layer in spec.counted():
+        block = BlockArrays.of_all(workload, shapes, of.shape, layer)
         # Where layers are alike, what tp does not divide, which is little, counts as if it did.
-        dense: Any = spec.block_parameter_count(kinds) / of.tp
-        own = ParamShare(dense, 0.0) if len(spec.counted()) == 1 else own_share(spec, of, kinds)
-        parts.append(Closed(workload, of, block, own, pipelines))
+        dense: Any = spec.block_parameter_count(layer) / of.tp
+        params = ParamShare(dense, 0.0) if len(spec.counted()) == 1 else block_params(spec, of, layer)
+        parts.append(Closed(workload, of, block, params, pipelines))
     return parts
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import structs
 
 from fivefold.cost.activations import deferred_wgrad_bytes
-from fivefold.cost.forms import PipelineForm
+from fivefold.cost.closed_forms import PipelineForm
 from fivefold.cost.moe import ParamShare
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, USABLE_FRACTION
 from fivefold.cost.step import Workload

@@ -29,7 +29,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from fivefold.cost.collective_time import NCCL_BASE, Kind, Topology, flagged
-from fivefold.cost.kernels import Device, plus, remade, times
+from fivefold.cost.kernels import Device, mla_up_projections
 from fivefold.cost.moe import GROUPED, dense_gemms
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, USABLE_FRACTION
 from fivefold.cost.software import MOVED, Attention
@@ -41,6 +41,7 @@ from fivefold.spec.kinds import CACHE
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block, head
 from fivefold.spec.pattern import Layer
+from fivefold.support.fieldwise import plus, scaled
 from fivefold.support.plugin_calls import ask
 from fivefold.support.text import divisors
 
@@ -138,7 +139,7 @@ def mixture(replica: "Replica", rows: int, busy: int) -> Parts:
     router = replica.matmul(rows, experts.count, spec.hidden, "bf16")
     active = (MOVED["fused"].swiglu if gated else MOVED["fused"].gelu)[0]
     moved = peak_rows * (active * inner + 2 * 4.0 * spec.hidden)  # rows are put into order, and added up
-    launch = ROUTING * device.reached.launch
+    launch = ROUTING * device.achieved.launch
     rest = Parts(pointwise=device.stream(moved, 0), launch=launch, ep=exchange(replica, rows))
     return plus(router, *products, rest)
 
@@ -147,7 +148,7 @@ def _grouped(replica: "Replica", rows: float, n: int, k: int, hit: float) -> Par
     """A product of `hit` experts in one kernel. What was measured of grouped kernels is their pace at tensor cores."""
     groups = math.ceil(hit)
     parts = replica.matmul(max(1, math.ceil(rows / hit)), n, k, replica.precision, groups)
-    share = times(parts, hit / groups)
+    share = scaled(parts, hit / groups)
     return share._replace(compute=share.compute / GROUPED, launch=parts.launch)
 
 
@@ -253,17 +254,17 @@ class Replica:
         """Seconds under the better of the two protocols, as NCCL chooses."""
         if self.topology.reaches[axis].ranks == 1:
             return 0.0
-        base = self.device.reached.launch + NCCL_BASE * self.topology.across(axis)
+        base = self.device.achieved.launch + NCCL_BASE * self.topology.across(axis)
         return base + min(self.topology.time(kind, axis, payload), self._fast.time(kind, axis, payload))
 
     @cached_property
     def _free(self) -> Device:
         """Its tensor cores take no time: what remains is the bytes."""
-        return self.device.but(gemm=math.inf, fp8=math.inf)
+        return self.device.achieving(gemm=math.inf, fp8=math.inf)
 
     def matmul(self, m: int, n: int, k: int, precision: str, groups: int = 1) -> Parts:
         """Of `groups` of the same shape, in one kernel."""
-        launch = self.device.reached.launch
+        launch = self.device.achieved.launch
         seconds = self.device.gemm(m, n, k, precision, groups) - launch
         free = self._free.gemm(m, n, k, precision, groups) - launch
         if m < TILE:
@@ -292,14 +293,14 @@ class Replica:
         gathers = routed and self.dp > 1 and not wide
         second: Kind = "all-gather" if gathers else "all-reduce"
         reduce = sum(self.collective(kind, "tp", 2.0 * rows * spec.hidden) for kind in ("all-reduce", second))
-        rest = Parts(pointwise=device.stream(rows * size, 0), launch=kernels * device.reached.launch, tp=reduce)
+        rest = Parts(pointwise=device.stream(rows * size, 0), launch=kernels * device.achieved.launch, tp=reduce)
         return plus(*matmuls, rest, *([mixture(self, rows, busy or self.dp)] if routed else []))
 
     def _bottom(self, rows: int) -> Parts:
         """The embedding."""
         moved = 4.0 * rows * self.spec.hidden
         reduce = self.collective("all-reduce", "tp", moved / 2)
-        return Parts(pointwise=self.device.stream(moved, 0), launch=2 * self.device.reached.launch, tp=reduce)
+        return Parts(pointwise=self.device.stream(moved, 0), launch=2 * self.device.achieved.launch, tp=reduce)
 
     def _top(self, rows: int) -> Parts:
         """The last norm, the head and the choice of a token; every tp rank has all logits for that."""
@@ -307,7 +308,7 @@ class Replica:
         logits = self.matmul(rows, head(spec, self.tp).outputs, spec.hidden, "bf16")
         gather = self.collective("all-gather", "tp", 2.0 * rows * spec.vocab)
         moved = LOGIT_BYTES * rows * spec.vocab
-        rest = Parts(pointwise=self.device.stream(moved, 0), launch=SAMPLING * self.device.reached.launch, tp=gather)
+        rest = Parts(pointwise=self.device.stream(moved, 0), launch=SAMPLING * self.device.achieved.launch, tp=gather)
         return plus(logits, rest)
 
     def cache_read(self, context: float, layer: Layer | None = None) -> float:
@@ -324,7 +325,7 @@ class Replica:
             return Parts(cache=read)
         latent = own.attending.ups[-1][0].inputs  # of keys and values; scores are with it and the key of positions
         flops = 2.0 * rows * own.attention.heads * (2 * latent + own.attending.unread) * context
-        work = flops / (self.device.peak() * getattr(self.device.reached, ATTENTION))
+        work = flops / (self.device.peak() * getattr(self.device.achieved, ATTENTION))
         return Parts(compute=work) if work > read else Parts(cache=read)
 
     @cached_property
@@ -337,7 +338,7 @@ class Replica:
         by_kind = {kind: layer(kind) for kind in set().union(*self._kinds)}
         loads = []
         for stage, kinds in zip(self.stages, self._kinds, strict=True):
-            blocks = (times(by_kind[kind], count) for kind, count in kinds.items())
+            blocks = (scaled(by_kind[kind], count) for kind, count in kinds.items())
             loads.append(plus(Parts(), *blocks, *[bottom] * stage.first, *[top] * stage.last))
         return loads
 
@@ -385,11 +386,11 @@ class Replica:
             attention, dim = own.attention, (own.attention.head_dim + own.attention.v_dim) / 2
             sizes = (count, attention.heads, dim, prompt, attention.keys(prompt / 2))
             attend = self.device.attention(ATTENTION, *sizes)[0] if attention.heads else 0.0
-            earlier = remade(own, rows * (chunks - 1) // 2)[-1:] if chunks > 1 else []  # keys and values
+            earlier = mla_up_projections(own, rows * (chunks - 1) // 2)[-1:] if chunks > 1 else []  # keys and values
             again = sum(self.matmul(*up, self.precision).total for up in earlier)
             return Parts(compute=max(least, (self.rows(rows, kind, busy).total + again) * chunks + attend))
 
-        bottom, top = times(self._bottom(rows), chunks), self._top(count)
+        bottom, top = scaled(self._bottom(rows), chunks), self._top(count)
         spent = [load.total for load in self._loads(layer, bottom, top)]
         sends = (self.pp - 1) * self.collective("send", "pp", 2.0 * rows * spec.hidden)
         return sum(spent) / chunks + (chunks - 1) / chunks * max(spent) + sends, max(spent)
