@@ -73,9 +73,7 @@ def test_what_is_left_to_fill_in(job: Path) -> None:
 
 
 def test_data_that_is_elsewhere_is_not_checked_and_data_that_is_here_is(job: Path) -> None:
-    assert "so not checked: data.path=/cluster/tokens;" in said(
-        "job.toml data.path=/cluster/tokens --slurm"
-    )
+    assert "so not checked: data.path=/cluster/tokens;" in said("job.toml data.path=/cluster/tokens --slurm")
     Path("job.sbatch").unlink()
     assert refused("job.toml data.path=. --slurm").codes == ["data.index.missing"]
     assert refused("job.toml --slurm -o no/where.sbatch").problems == [

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fivefold.support.errors import Problem, UserError
 
 
-class Launcher(NamedTuple):
+class LauncherKind(NamedTuple):
     """A kind of launch."""
 
     writes: str
@@ -17,11 +17,11 @@ class Launcher(NamedTuple):
 
 
 LAUNCHERS = {
-    "slurm": Launcher("an sbatch file", ".sbatch"),
-    "torchrun": Launcher("the torchrun command of each node"),
-    "kubernetes": Launcher("a Kubernetes Job", ".yaml"),
-    "trainjob": Launcher("a TrainJob of Kubeflow Trainer", ".yaml"),
-    "ssh": Launcher("a script for the hosts of a file", ".sh"),
+    "slurm": LauncherKind("an sbatch file", ".sbatch"),
+    "torchrun": LauncherKind("the torchrun command of each node"),
+    "kubernetes": LauncherKind("a Kubernetes Job", ".yaml"),
+    "trainjob": LauncherKind("a TrainJob of Kubeflow Trainer", ".yaml"),
+    "ssh": LauncherKind("a script for the hosts of a file", ".sh"),
 }
 _LAUNCHERS_WITH = {
     **dict.fromkeys(("account", "partition", "time", "submit"), ("slurm",)),

@@ -1,6 +1,6 @@
 """The collectives of one block, in the order in which a microbatch meets them: one list, and all else is a fold of it.
 
-    block = BlockCollectives(spec, layout, tokens=8192, compute=2, accum=4, kinds=spec.kinds(0))
+    block = BlockCollectives(spec, layout, tokens=8192, compute=2, accum=4, layer=spec.kinds(0))
     [sent.kind for sent in block.forward()]          # of one microbatch; recomputed() and backward() likewise
 
 `cost/traffic.py` adds up their bytes, `cost/block.py` and `cost/moe.py` their seconds, and the page shows them one by
@@ -111,18 +111,18 @@ class BlockCollectives(RoutedTokens):
         return self.tokens * self.spec.hidden * self.compute
 
     @cached_property
-    def _own(self) -> BlockOperations:
+    def _operations(self) -> BlockOperations:
         """The operations of a tp rank."""
         return block(self.spec, self.layout.tp, self.layer)
 
     def _groups(self, kind: BlockKind | None) -> TensorGroups:
         """How tp divides a branch."""
-        return tensor_groups(self._own.of(kind.place)) if kind else TensorGroups()
+        return tensor_groups(self._operations.of(kind.place)) if kind else TensorGroups()
 
     @property
     def _squares(self) -> int:
         """Bytes of a token's squares of q and of k, where their norms are over all heads."""
-        normed = any(operation.kind == "qk_norm" for operation in self._own.elementwise)
+        normed = any(operation.kind == "qk_norm" for operation in self._operations.elementwise)
         return 2 * self.tokens * self.accum if normed and self.spec.qk_norm_over == "all" else 0
 
     @property
@@ -221,10 +221,10 @@ class BlockCollectives(RoutedTokens):
     # ---- context parallelism -----------------------------------------------------------------------------------------
 
     def _context(self, when: Literal["forward", "backward"]) -> Iterator[Collective]:
-        layout, own = self.layout, self._own.attention
+        layout, scores = self.layout, self._operations.attention
         if layout.cp > 1:
-            head = self.tokens * own.head_dim
-            sizes = (head, own.heads, own.kv_heads, self.compute, self.accum)
+            head = self.tokens * scores.head_dim
+            sizes = (head, scores.heads, scores.kv_heads, self.compute, self.accum)
             yield from context(layout.cp_kind, layout.cp, *sizes)[when]
 
     # ---- experts -----------------------------------------------------------------------------------------------------

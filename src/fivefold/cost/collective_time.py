@@ -129,8 +129,9 @@ class Topology:
         if n == 1 or calls == 0:
             return 0.0
         if kind == "send":
-            link, share = (card.across, achieved.across) if reach.nodes > 1 else (card.inside, achieved.inside)
-            return calls * (link.latency + payload / (link.bandwidth * share))
+            if reach.nodes > 1:
+                return calls * (card.across.latency + payload / (card.across.bandwidth * achieved.across))
+            return calls * (card.inside.latency + payload / (card.inside.bandwidth * achieved.inside))
         if kind == "all-to-all":
             return calls * self._trade(reach, payload)
         inner, outer = card.inside.latency, card.across.latency

@@ -20,7 +20,7 @@ from fivefold.hardware.accelerators import Accelerator, Achieved, achieved
 from fivefold.spec.operations import BlockOperations, Scores
 
 
-class Tile(NamedTuple):
+class GemmTile(NamedTuple):
     """A part of a GEMM's output that one multiprocessor computes."""
 
     rows: int
@@ -28,7 +28,13 @@ class Tile(NamedTuple):
     efficiency: float  # relative to the best tile's rate: smaller tiles read more per FLOP
 
 
-TILES = (Tile(256, 128, 1.0), Tile(128, 256, 1.0), Tile(128, 128, 0.92), Tile(128, 64, 0.78), Tile(64, 64, 0.6))
+TILES = (
+    GemmTile(256, 128, 1.0),
+    GemmTile(128, 256, 1.0),
+    GemmTile(128, 128, 0.92),
+    GemmTile(128, 64, 0.78),
+    GemmTile(64, 64, 0.6),
+)
 SPLIT_K = (1, 2, 4, 8)  # parts that the inner dimension may be cut into
 # The inner dimension is cut where tiles are few, into parts that outlast their filling and draining.
 MAX_SPLIT_WAVES, MIN_SPLIT_K = 2, 512

@@ -1,4 +1,4 @@
-"""What a mixture of experts adds to a block: grouped matmuls, router, rearranging, all-to-alls; and who holds what.
+"""What a mixture of experts adds to a block: grouped GEMMs, router, permutation, all-to-alls; and who holds what.
 
     moe = MoEBlock(spec=spec, layer=layer, layout=layout, ..., tokens=4096, activation_bytes=2, precision="bf16")
     moe.matmuls        # seconds of forward, dgrad and wgrad
@@ -32,7 +32,7 @@ from fivefold.support.errors import UserError
 
 # Of the rate of one matmul of the same tiles: 0.73 to 1.02, the mean of ten on one H200 (torch 2.11): up, down and
 # the gradients of their weights, of Qwen3-30B, DeepSeek-V3 and Mixtral.
-GROUPED = 0.89
+GROUPED_GEMM_EFFICIENCY = 0.89
 
 
 class ParamShare(NamedTuple):
@@ -148,24 +148,25 @@ class MoEBlock(ExpertLoad):
     @cached_property
     def expert_gemms(self) -> tuple[float, float, float]:
         """Seconds of the experts' GEMMs alone."""
-        here = self.experts.count // self.layout.ep
-        each = max(1, math.ceil(self.rows / here))
-        seconds = [0.0, 0.0, 0.0]
+        local_experts = self.experts.count // self.layout.ep
+        m = max(1, math.ceil(self.rows / local_experts))
+        forward = dgrad = wgrad = 0.0
         for n, k in self.products:
-            for at, shape in enumerate(((each, n, k), (each, k, n), (n, k, each))):
-                seconds[at] += self._grouped(*shape, here)
-        return seconds[0], seconds[1], seconds[2]
+            forward += self._grouped_gemm(m, n, k, local_experts)
+            dgrad += self._grouped_gemm(m, k, n, local_experts)
+            wgrad += self._grouped_gemm(n, k, m, local_experts)
+        return forward, dgrad, wgrad
 
     @property
     def _router_precision(self) -> str:
         """Never 8 bits."""
         return "bf16" if self.precision in CAST else self.precision
 
-    def _grouped(self, m: int, n: int, k: int, groups: int) -> float:
+    def _grouped_gemm(self, m: int, n: int, k: int, groups: int) -> float:
         if not self.kernels.grouped:
             return groups * self.device.gemm(m, n, k, self.precision)
         launch = self.device.achieved.launch
-        return (self.device.gemm(m, n, k, self.precision, groups) - launch) / GROUPED + launch
+        return (self.device.gemm(m, n, k, self.precision, groups) - launch) / GROUPED_GEMM_EFFICIENCY + launch
 
     @cached_property
     def memory(self) -> tuple[float, float]:
@@ -175,30 +176,31 @@ class MoEBlock(ExpertLoad):
         moved = MOVED[software.pointwise]
         inner, gated = self.products[-1][1], self.spec.activation.startswith("swiglu")
         more = self.rows - self.slots
-        # Inputs forward and gradients backward, each written as it lies and transposed, once more than it is elsewhere.
-        narrow = 0.0 if kernels.fused_casts else CAST.get(self.precision, -1.0) + 1
-        cast = tuple(narrow * self.rows * sum(shape[at] for shape in self.products) for at in (1, 0))
+        # Inputs in forward and gradients in backward are each written as they lie and transposed: one write more than
+        # dense matmuls have.
+        cast_bytes = 0.0 if kernels.fused_casts else CAST.get(self.precision, -1.0) + 1
+        cast = tuple(cast_bytes * self.rows * sum(shape[side] for shape in self.products) for side in (1, 0))
         choice = kernels.scores / 2 * self.routed * self.experts.count
-        seconds = []
-        for at in (0, 1):
-            per_row = kernels.rearranged[at] * self.spec.hidden
-            bytes_ = per_row * (self.slots + (2 * self.rows if self.sorts else 0))  # there, back; and once on the way
-            bytes_ += self._summed(at)
-            bytes_ += (moved.swiglu if gated else moved.gelu)[at] * more * inner
-            seconds.append(
-                self.device.stream(self.activation_bytes / 2 * (bytes_ + cast[at]) + choice, kernels.kernels)
-            )
-        return seconds[0], seconds[1]
 
-    def _summed(self, at: int) -> float:
-        """Bytes, of 2-byte activations, of adding up what experts said: forward, and backward."""
-        return self.kernels.summed[at] * self.slots * self.spec.hidden
+        def seconds(direction: int) -> float:
+            per_row = kernels.rearranged[direction] * self.spec.hidden
+            bytes_ = per_row * (self.slots + (2 * self.rows if self.sorts else 0))  # there, back; and once on the way
+            bytes_ += self._summed(direction)
+            bytes_ += (moved.swiglu if gated else moved.gelu)[direction] * more * inner
+            bytes_ = self.activation_bytes / 2 * (bytes_ + cast[direction]) + choice
+            return self.device.stream(bytes_, kernels.kernels)
+
+        return seconds(0), seconds(1)
+
+    def _summed(self, direction: int) -> float:
+        """Bytes, of 2-byte activations, that adding up experts' outputs moves: forward (0), and backward (1)."""
+        return self.kernels.summed[direction] * self.slots * self.spec.hidden
 
     @property
     def summing(self) -> tuple[float, float]:
         """Seconds of that alone: behind the last message of a forward pass, before the first of a backward pass."""
-        forward, backward = (self.device.stream(self.activation_bytes / 2 * self._summed(at), 0) for at in (0, 1))
-        return forward, backward
+        forward, backward = (self.activation_bytes / 2 * self._summed(direction) for direction in (0, 1))
+        return self.device.stream(forward, 0), self.device.stream(backward, 0)
 
     @property
     def sorts(self) -> bool:
@@ -222,33 +224,34 @@ class MoEBlock(ExpertLoad):
     @cached_property
     def sent(self) -> tuple[float, float]:
         """Seconds of the all-to-alls (or gathers) over ep of one forward pass and of one backward pass."""
-        return self._both("ep")
+        return self._forward_backward("ep")
 
     @cached_property
     def gathered(self) -> tuple[float, float]:
         """Seconds of tp's gathers of the slices that its ranks have routed."""
-        return self._both("tp")
+        return self._forward_backward("tp")
 
-    def _both(self, axis: str) -> tuple[float, float]:
-        of = self.collectives
-        forward, backward = (*of.dispatch(), *of.combine()), (*of.combine_back(), *of.dispatch_back())
-        return self.seconds(forward, axis), self.seconds((*backward, *of.slices_back()), axis)
+    def _forward_backward(self, axis: str) -> tuple[float, float]:
+        sent = self.collectives
+        forward = (*sent.dispatch(), *sent.combine())
+        backward = (*sent.combine_back(), *sent.dispatch_back(), *sent.slices_back())
+        return self.seconds(forward, axis), self.seconds(backward, axis)
 
     def seconds(self, collectives: Iterable[Collective], axis: str) -> float:
         """Seconds of the collectives over one axis."""
         if self.layout.size(axis) == 1:
             return 0.0
         return sum(
-            self._trade(sent.payload)
+            self._all_to_all_seconds(sent.payload)
             if sent.kind == "all-to-all"
             else self.topology.time(sent.kind, axis, sent.payload)
             for sent in collectives
             if sent.axis == axis
         )
 
-    def _trade(self, payload: float) -> float:
-        """Seconds of an all-to-all over ep. Where a token travels once to each rank, and once to each node, fewer bytes
-        leave them: those of several experts are copied where they arrive."""
+    def _all_to_all_seconds(self, payload: float) -> float:
+        """Seconds over ep. Where a token travels once to each rank, and once to each node, fewer bytes leave them: it
+        is copied for several experts where it arrives."""
         reach = self.topology.reaches["ep"]
         if not self.kernels.once:
             return self.topology.time("all-to-all", "ep", payload)

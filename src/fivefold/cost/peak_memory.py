@@ -462,7 +462,8 @@ def _peaks(
 ) -> Iterator[tuple[str, Peak]]:
     """The moments of a step that can be its peak."""
     spec, layout, software, tokens = workload.spec, workload.layout, workload.software, workload.block_cost.tokens
-    table, gradient_bytes = head(spec).size / layout.tp if spec.vocab > 1 else 0.0, software.gradient_bytes
+    table = head(spec).size / layout.tp if spec.vocab > 1 else 0.0
+    gradient_bytes = software.gradient_bytes
     has_embedding, has_head = any(stage.first for stage in stages), any(stage.last for stage in stages)
     # Embedding and head are dense: they have no part in what ZeRO 3 gathers where only experts have copies.
     gathers = layout.zero == 3 and layout.size("dp_cp") > 1

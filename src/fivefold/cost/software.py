@@ -32,7 +32,7 @@ class ExpertKernels(Struct, frozen=True, kw_only=True):
     host: float = 1.0  # the host's time for a mixture's forward pass, relative to `Software.host`, beside the block's
     wide_router: bool = False  # its product is in float32
     once: bool = False  # a token travels once to each rank, and to each node, that has experts of it (DeepEP)
-    fused_casts: bool = False  # narrow matmuls' inputs are cast by the kernels that make them
+    fused_casts: bool = False  # inputs of low-precision matmuls are cast by the kernels that make them
     graphs: bool = False  # a whole step is one CUDA graph: no layer waits for the host
     alone: "ExpertKernels | None" = None  # those where every expert is on the rank, if they are others
 
@@ -85,7 +85,7 @@ class Overlap(Struct, frozen=True, kw_only=True):
     cp: float = 0.0  # keys and values round the ring, behind attention
     zero: float = 0.0  # weights gathered and gradients scattered layer by layer (ZeRO 3), behind the neighbours
     dp: float = 0.0  # gradients behind the last backward pass, weights behind the next forward
-    waits: bool = False  # the next forward waits for all weights, also where gradients run behind backward
+    exposes_weights: bool = False  # the next forward waits for all weights, although gradients run behind backward
     pp: float = 0.0  # sends between stages
     ep: float = 0.0  # experts' messages, behind the shared expert and, in a joined pair, behind the other half
 
@@ -161,19 +161,19 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
         return Accounting(self.weight_bytes, self.gradient_bytes, master, self.state_bytes - master)
 
     def hides(self, what: str) -> float:
-        """The share of a kind of collective that runs behind compute, where there is enough of it."""
+        """The fraction of a kind of collective that runs behind compute, where there is enough of it."""
         return min(1.0, float(getattr(self.overlap, what) * getattr(self.achieved, what)))
 
     @property
     def hides_experts(self) -> float:
-        """The share of experts' messages that can run behind compute: as of gathers behind the neighbouring blocks, for
-        no published run tells of these alone."""
+        """The fraction of experts' messages that can run behind compute: as of gathers behind the neighbouring blocks,
+        for no published run tells of these alone."""
         return min(1.0, self.overlap.ep * self.achieved.zero)
 
     @property
     def hides_weights(self) -> float:
-        """The share of gathering new weights (ZeRO 1 and 2) that runs behind the next forward pass."""
-        return 0.0 if self.overlap.waits else self.hides("dp")
+        """The fraction of gathering new weights (ZeRO 1 and 2) that runs behind the next forward pass."""
+        return 0.0 if self.overlap.exposes_weights else self.hides("dp")
 
 
 def _states(optimizer: OptimizerConfig, parameters: Iterable[Parameter]) -> float:

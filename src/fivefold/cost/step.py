@@ -90,7 +90,8 @@ def block_messages(block_cost: BlockCost) -> ExpertMessages:
     """The experts' messages of one microbatch in one block."""
     if block_cost.moe is None:
         return NO_MESSAGES
-    travel, forwards = Travel(block_cost.moe), 2 if block_cost.layout.recompute == "full" else 1
+    travel = Travel(block_cost.moe)
+    forwards = 2 if block_cost.layout.recompute == "full" else 1
     (sent, sent_back), (hidden, hidden_back) = block_cost.moe.sent, travel.hidden
     return ExpertMessages(forwards * sent + sent_back, forwards * hidden + hidden_back)
 
@@ -295,9 +296,9 @@ def _expert_messages(workload: Workload, rank: int, hidden_by_pair: float) -> Ex
     if workload.spec.experts is None:
         return NO_MESSAGES
     layers = [layer for stage in workload.layout.placement.of_rank[rank] for layer in workload.stages[stage].layers]
-    kinds = [(kinds, count) for kinds, count in workload.spec.counted(layers).items() if kinds.routed]
+    routed = [(kind, count) for kind, count in workload.spec.counted(layers).items() if kind.routed]
     cost, microbatches = workload.block_cost_of(rank), workload.layout.microbatches
-    parts = (scaled(block_messages(cost.of(kind)), count * microbatches) for kind, count in kinds)
+    parts = (scaled(block_messages(cost.of(kind)), count * microbatches) for kind, count in routed)
     return plus(NO_MESSAGES, *parts)._replace(hidden_by_pair=hidden_by_pair)
 
 
@@ -413,8 +414,10 @@ def _optimizer_and_sync_on(
         if not copied:
             return optimizer, 0.0
         return optimizer, zero.exposed_zero3_outside_blocks(count, layout.tp, layout.microbatches, forward)
-    own = [workload.stages[number] for number in layout.placement.of_rank[rank]]
-    largest = max(own if workload.groups else workload.stages, key=lambda stage: param_share(workload, [stage]).total)
+    own_stages = [workload.stages[number] for number in layout.placement.of_rank[rank]]
+    largest = max(
+        own_stages if workload.groups else workload.stages, key=lambda stage: param_share(workload, [stage]).total
+    )
     forward, *backward = (part.total * layout.chunks for part in passes[largest.index])
     # Axes that leave the node share its ports: while tp or cp holds them, gradients wait.
     kinds = workload.spec.counted(largest.layers).items()
@@ -432,9 +435,10 @@ def _whole_matrices(workload: Workload, rank: int) -> float:
         return 0.0
     cost = matrix_cost(workload, rank)
     block_cost = workload.block_cost_of(rank)
-    ranks = workload.layout.size("stage")  # the topology takes a rank's own part as in it
-    own = {"all-to-all": ranks / max(1, ranks - 1), "all-gather": 1.0}
-    sent = sum(block_cost.topology.time(call.kind, "stage", call.payload * own[call.kind]) for call in cost.calls)
+    ranks = workload.layout.size("stage")
+    # The topology's payloads include what a rank keeps for itself; `MatrixCost` leaves that out of all-to-alls.
+    with_kept = {"all-to-all": ranks / max(1, ranks - 1), "all-gather": 1.0}
+    sent = sum(block_cost.topology.time(call.kind, "stage", call.payload * with_kept[call.kind]) for call in cost.calls)
     return sent + cost.most / block_cost.device.rate("bf16" if software.weight_bytes == 2 else workload.precision)
 
 
@@ -473,8 +477,8 @@ def rank_flops(
         * any(stage.last for stage in own_stages)
         * tokens
     )
-    for kinds, count in spec.counted(layers).items():
-        flops += count * tokens * _token_flops(spec, layout, seq, block(spec, layout.tp, kinds))
+    for kind, count in spec.counted(layers).items():
+        flops += count * tokens * _token_flops(spec, layout, seq, block(spec, layout.tp, kind))
     if spec.experts is None:
         return flops
     sparse = [layer for layer in layers if spec.kinds(layer).routed]
@@ -501,7 +505,8 @@ def _token_flops(spec: ModelSpec, layout: Layout, seq: int, operations: BlockOpe
         return 2.0 * matmul.inputs * matmul.outputs / ranks
 
     dense = [matmul for matmul in operations.matmuls if matmul.dense]
-    matmuls, last = sum(map(flops, dense)), operations.matmuls[-1] if operations.matmuls else _NO_MATMUL
+    matmuls = sum(map(flops, dense))
+    last = operations.matmuls[-1] if operations.matmuls else _NO_MATMUL
     attention = (
         4 * operations.attention.keys(seq / 2) * operations.attention.width
     )  # values are padded to the keys' width

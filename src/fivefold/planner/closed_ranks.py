@@ -1,6 +1,6 @@
 """Closed forms of a model whose layers differ: each pipeline rank has the layers of its stages (closed.py).
 
-    UnlikeClosed({kinds: closed_of(kinds), ...}).memory()
+    UnlikeClosed({layer: closed_of(layer), ...}).memory()
 
 Each part is the closed form of a model of one kind of layer alone: it has the seconds and bytes of one such block.
 Which layers a rank has follows from how the stages are balanced, so a rank's parameters, saved activations and seconds
@@ -47,11 +47,11 @@ def ranks_of(spec: ModelSpec, kinds: list[Layer], stages: tuple[tuple[int, ...],
     total = sum(map(len, stages))
     ends = [0, *accumulate(balanced(spec, total, seq))]
     found: dict[tuple[object, ...], RankLayers] = {}
-    for number, own in enumerate(stages):
-        layers = [[spec.kinds(layer) for layer in range(ends[stage], ends[stage + 1])] for stage in own]
+    for number, own_stages in enumerate(stages):
+        layers = [[spec.kinds(layer) for layer in range(ends[stage], ends[stage + 1])] for stage in own_stages]
         counts = tuple(sum(stage.count(kind) for stage in layers) for kind in kinds)
         later = tuple(_later(kind, kinds, layers) for kind in kinds)
-        rank = RankLayers(number, 0 in own, total - 1 in own, counts, later)
+        rank = RankLayers(number, 0 in own_stages, total - 1 in own_stages, counts, later)
         found.setdefault(rank[1:], rank)
     return list(found.values())
 
@@ -126,7 +126,7 @@ class UnlikeClosed:
         for rank in self.ranks:
             count = self.parameters(rank)
             forward, backward = (
-                np.sum([many * own for many, own in zip(rank.counts, each, strict=True)], axis=0)
+                np.sum([many * of_kind for many, of_kind in zip(rank.counts, each, strict=True)], axis=0)
                 for each in (
                     [block.forward for block in blocks],
                     [block.backward - block.inter_node_backward for block in blocks],
@@ -134,8 +134,8 @@ class UnlikeClosed:
             )
             left = zero.exposed_sync(count, of.zero, of.microbatches, forward, np.maximum(0.0, backward))
             ends = zero.exposed_zero3_outside_blocks(count, of.tp, of.microbatches, forward / self.any.chunks)
-            own = zero.optimizer(count, of.zero) + np.where(of.zero == 3, ends, left)
-            seconds = np.where(count.total > most, own, seconds)
+            of_rank = zero.optimizer(count, of.zero) + np.where(of.zero == 3, ends, left)
+            seconds = np.where(count.total > most, of_rank, seconds)
             most = np.maximum(most, count.total)
         return np.asarray(seconds)
 
@@ -149,11 +149,11 @@ class UnlikeClosed:
         fullest = np.zeros(len(self.any.of.tp))
         for rank in self.ranks:
             flying = self._flying(rank.number)
-            held = flying * sum(count * own for count, own in zip(rank.counts, saved, strict=True))
+            held = flying * sum(count * of_kind for count, of_kind in zip(rank.counts, saved, strict=True))
             moment = logits * rank.last
-            for count, later, own in zip(rank.counts, rank.later, worst, strict=True):
+            for count, later, of_kind in zip(rank.counts, rank.later, worst, strict=True):
                 freed = sum(behind * each for behind, each in zip(later, saved, strict=True))
-                moment = np.maximum(moment, np.where(count > 0, own - freed, 0.0))
+                moment = np.maximum(moment, np.where(count > 0, of_kind - freed, 0.0))
             fullest = np.maximum(fullest, self.any.taken(self.parameters(rank), flying, held + moment))
         return fullest
 
