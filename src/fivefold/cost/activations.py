@@ -24,19 +24,18 @@ from fivefold.support.dtypes import accum_bytes
 #     experts.saved, experts.saved_selective     # without recompute, and with selective recompute
 #     experts.during_last_linear                 # in backward, on top of `saved`
 #
-# A rank routes its tokens of the microbatch to K experts each, which makes as many (token, expert) pairs, or slots. It
-# computes the rows that its own experts receive: the most loaded rank `imbalance` times as many as it sends. Experts'
-# outputs are weighted in float32, and the peak is often there: the gradients of the slots, and their products with the
-# slots.
+# A rank routes each of its tokens of the microbatch to several experts: a slot is such a (token, expert) pair. A row is
+# a slot once it is dispatched: a rank computes those that its own experts receive, the most loaded rank `imbalance`
+# times the mean. Experts' outputs are weighted in float32, and the peak is often there: the gradients of the slots, and
+# their products with the slots.
 
 
 # Tensors of a gated activation that a fused kernel does not save: the gate's output; or, where the gate is clamped, the
 # clamped gate, its sigmoid, their product, and the clamped input.
 GATED_ACTIVATION_EXTRA_TENSORS = {"swiglu": 1, "swiglu_clamped": 4}
 INDEX_BYTES = 8  # int64
-ROUTING_METADATA_BYTES = (
-    5 * INDEX_BYTES
-)  # per slot, nearly: its expert, its places before and after sorting, its weight
+# Per slot, nearly: its expert, its places before and after sorting, and its weight.
+ROUTING_METADATA_BYTES = 5 * INDEX_BYTES
 
 
 def num_saved_activation_tensors(spec: ModelSpec, software: SoftwareProfile) -> int:

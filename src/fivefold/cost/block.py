@@ -166,8 +166,8 @@ class BlockCost:
         )
         if moe is None:
             return dense
-        forward, dgrad, wgrad = moe.matmuls
-        memory, memory_backward = moe.memory
+        forward, dgrad, wgrad = moe.gemm_seconds
+        memory, memory_backward = moe.memory_seconds
         experts = PassTimes(
             forward=Seconds(gemm=forward, memory=memory),
             dgrad=Seconds(gemm=dgrad, memory=memory_backward),
@@ -183,8 +183,8 @@ class BlockCost:
         ep = ep_backward = 0.0
         if moe is not None:
             hidden, hidden_backward = Travel(moe).hidden
-            ep, ep_backward = moe.sent[0] - hidden, moe.sent[1] - hidden_backward
-            tp, tp_backward = tp + moe.gathered[0], tp_backward + moe.gathered[1]
+            ep, ep_backward = moe.ep_seconds[0] - hidden, moe.ep_seconds[1] - hidden_backward
+            tp, tp_backward = tp + moe.tp_seconds[0], tp_backward + moe.tp_seconds[1]
         recompute = self._recompute_seconds(forward, tp)
         ep_recompute = ep if self.layout.recompute == "full" else 0.0
         backward = dgrad.gemm + wgrad.gemm + dgrad.attention + dgrad.memory + recompute + ep_recompute

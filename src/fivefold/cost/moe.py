@@ -1,7 +1,7 @@
 """What a mixture of experts adds to a block: grouped GEMMs, router, permutation, all-to-alls; and who holds what.
 
     moe = MoEBlock(spec=spec, layer=layer, layout=layout, ..., tokens=4096, activation_bytes=2, precision="bf16")
-    moe.matmuls        # seconds of forward, dgrad and wgrad
+    moe.gemm_seconds        # seconds of forward, dgrad and wgrad
 
 A rank routes the tokens that it has of a microbatch (with tp, its part of them), each to K of X experts, of which X/ep
 are on a rank. Without imbalance a rank receives as many rows as it sends. The most loaded rank computes, receives and
@@ -134,11 +134,11 @@ class MoEBlock(ExpertLoad):
         return (sum(matmul.outputs for matmul in columns), columns[0].inputs), (down.outputs, down.inputs)
 
     @cached_property
-    def matmuls(self) -> tuple[float, float, float]:
+    def gemm_seconds(self) -> tuple[float, float, float]:
         """Seconds of the GEMMs of experts and router: forward, dgrad and wgrad."""
         m, n, k = self.routed, self.experts.count, self.spec.hidden
         precision = "fp32" if self.kernels.wide_router and self.activation_bytes == 2 else self._router_precision
-        forward, dgrad, wgrad = self.expert_gemms
+        forward, dgrad, wgrad = self.expert_gemm_seconds
         return (
             forward + self.device.gemm(m, n, k, precision),
             dgrad + self.device.gemm(m, k, n, precision),
@@ -146,7 +146,7 @@ class MoEBlock(ExpertLoad):
         )
 
     @cached_property
-    def expert_gemms(self) -> tuple[float, float, float]:
+    def expert_gemm_seconds(self) -> tuple[float, float, float]:
         """Seconds of the experts' GEMMs alone."""
         local_experts = self.experts.count // self.layout.ep
         m = max(1, math.ceil(self.rows / local_experts))
@@ -169,7 +169,7 @@ class MoEBlock(ExpertLoad):
         return (self.device.gemm(m, n, k, self.precision, groups) - launch) / GROUPED_GEMM_EFFICIENCY + launch
 
     @cached_property
-    def memory(self) -> tuple[float, float]:
+    def memory_seconds(self) -> tuple[float, float]:
         """Seconds of what is bound by memory, forward and backward: choosing, rearranging, casting, adding up; and of
         the experts' activation what the most loaded rank has beyond the mean."""
         kernels, software = self.kernels, self.software
@@ -197,8 +197,9 @@ class MoEBlock(ExpertLoad):
         return self.kernels.summed[direction] * self.slots * self.spec.hidden
 
     @property
-    def summing(self) -> tuple[float, float]:
-        """Seconds of that alone: behind the last message of a forward pass, before the first of a backward pass."""
+    def summing_seconds(self) -> tuple[float, float]:
+        """Seconds of adding up experts' outputs alone: behind the last message of a forward pass, before the first of a
+        backward pass."""
         forward, backward = (self.activation_bytes / 2 * self._summed(direction) for direction in (0, 1))
         return self.device.stream(forward, 0), self.device.stream(backward, 0)
 
@@ -222,12 +223,12 @@ class MoEBlock(ExpertLoad):
         )
 
     @cached_property
-    def sent(self) -> tuple[float, float]:
+    def ep_seconds(self) -> tuple[float, float]:
         """Seconds of the all-to-alls (or gathers) over ep of one forward pass and of one backward pass."""
         return self._forward_backward("ep")
 
     @cached_property
-    def gathered(self) -> tuple[float, float]:
+    def tp_seconds(self) -> tuple[float, float]:
         """Seconds of tp's gathers of the slices that its ranks have routed."""
         return self._forward_backward("tp")
 
@@ -353,15 +354,15 @@ class Travel:
     def forward(self, seconds: float) -> Segments:
         """A block's forward pass, which takes so long without any overlap."""
         there, back, *_ = self.messages
-        made, added = self.of.expert_gemms[0], self.of.summing[0]
+        made, added = self.of.expert_gemm_seconds[0], self.of.summing_seconds[0]
         before = seconds - sum((there, back, self.shared.forward, made, added))
         return Segment(before, there, self.shared.forward), Segment(made, back), Segment(added)
 
     def backward(self, seconds: float) -> Segments:
         """Its backward pass, the gradients of the weights in their places; likewise, and without recomputation."""
         *_, back, there = self.messages
-        _, dgrad, wgrad = self.of.expert_gemms
-        made, added, shared = dgrad + wgrad, self.of.summing[1], self.shared.dgrad + self.shared.wgrad
+        _, dgrad, wgrad = self.of.expert_gemm_seconds
+        made, added, shared = dgrad + wgrad, self.of.summing_seconds[1], self.shared.dgrad + self.shared.wgrad
         rest = seconds - sum((back, there, shared, made, added))
         return Segment(added, back), Segment(made, there, shared), Segment(rest)
 

@@ -51,7 +51,7 @@ class RoutedTokens:
 
     @property
     def slots(self) -> int:
-        """Rows that a rank sends."""
+        """(token, expert) pairs of these tokens: the rows that a rank sends."""
         return self.routed * self.experts.top_k
 
 

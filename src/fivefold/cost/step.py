@@ -92,7 +92,7 @@ def block_messages(block_cost: BlockCost) -> ExpertMessages:
         return NO_MESSAGES
     travel = Travel(block_cost.moe)
     forwards = 2 if block_cost.layout.recompute == "full" else 1
-    (sent, sent_back), (hidden, hidden_back) = block_cost.moe.sent, travel.hidden
+    (sent, sent_back), (hidden, hidden_back) = block_cost.moe.ep_seconds, travel.hidden
     return ExpertMessages(forwards * sent + sent_back, forwards * hidden + hidden_back)
 
 

@@ -158,16 +158,17 @@ class MoECost(NamedTuple):
         travel = Travel(moe)  # with backward passes in one piece, which hide most
         there, back, back_again, there_again = travel.messages
         less, less_back = travel.hidden
-        kernels, kernels_back = moe.matmuls[0] + moe.memory[0], moe.matmuls[1] + moe.matmuls[2] + moe.memory[1]
+        kernels = moe.gemm_seconds[0] + moe.memory_seconds[0]
+        kernels_back = moe.gemm_seconds[1] + moe.gemm_seconds[2] + moe.memory_seconds[1]
         added = cost.grad_accumulation_seconds(block_share(workload.spec, 1, spread.ep, layer).experts)
         return cls(
-            forward=kernels + moe.sent[0] - less + moe.gathered[0],
-            backward=kernels_back + moe.sent[1] - less_back + moe.gathered[1] + added,
+            forward=kernels + moe.ep_seconds[0] - less + moe.tp_seconds[0],
+            backward=kernels_back + moe.ep_seconds[1] - less_back + moe.tp_seconds[1] + added,
             kernels=kernels,
             kernels_back=kernels_back,
-            moved=moe.memory[0],
-            computing=moe.expert_gemms[0],
-            computing_back=moe.expert_gemms[1] + moe.expert_gemms[2],
+            moved=moe.memory_seconds[0],
+            computing=moe.expert_gemm_seconds[0],
+            computing_back=moe.expert_gemm_seconds[1] + moe.expert_gemm_seconds[2],
             dispatch=there - less,
             combine=back,
             combine_back=back_again,
