@@ -59,7 +59,7 @@ def test_all_to_alls_are_slower_where_ep_leaves_the_node():
     assert inside.topology.reaches["ep"].nodes == 1
     assert across.topology.reaches["ep"].nodes == 2
     assert across.ep_seconds[0] > 3 * inside.ep_seconds[0]
-    assert mixture("dp=16,microbatches=4").sent == (0.0, 0.0)
+    assert mixture("dp=16,microbatches=4").ep_seconds == (0.0, 0.0)
     # Of the ranks of a stage a node has few, where stages lie between them.
     assert mixture("dp=4,pp=4,ep=4,microbatches=16").topology.reaches["ep"].together == 2
 
