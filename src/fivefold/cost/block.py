@@ -129,8 +129,8 @@ class BlockCost:
             spec=self.spec,
             layout=self.layout,
             tokens=self.tokens,
-            compute=self.activation_bytes,
-            accum=accum_bytes(self.activation_bytes),
+            compute_bytes=self.activation_bytes,
+            accum_bytes=accum_bytes(self.activation_bytes),
             layer=self.layer,
         )
 

@@ -95,8 +95,8 @@ class _Inputs:
             spec=self.spec,
             layout=self.layout,
             tokens=self.tokens,
-            compute=self.compute_bytes,
-            accum=self.accum_bytes,
+            compute_bytes=self.compute_bytes,
+            accum_bytes=self.accum_bytes,
             layer=layer or Layer(),
         )
 

@@ -184,5 +184,5 @@ def closed_by_kind(
 
 
 def joined(spec: ModelSpec, parts: Sequence[Closed]) -> Closed | UnlikeClosed:
-    """The closed form of a model of these kinds, in the order of `spec.counted()`."""
+    """The closed form of a model from those of its kinds of layer, in the order of `spec.counted()`."""
     return parts[0] if len(parts) == 1 else UnlikeClosed(dict(zip(spec.counted(), parts, strict=True)))
