@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.clusters.options import KINDS
+from fivefold.clusters.options import LAUNCHERS
 from fivefold.job.config import read_job
 from fivefold.planner.plan import simulate
 from fivefold.support.errors import UserError
@@ -41,7 +41,7 @@ def refused(line: str) -> UserError:
 def test_one_kind_has_to_be_chosen(job: Path) -> None:
     error = refused("job.toml")
     assert error.codes == ["launch.kind"]
-    assert all(f"--{kind} ({what})" in str(error) for kind, what in KINDS.items())
+    assert all(f"--{kind} ({launcher.writes})" in str(error) for kind, launcher in LAUNCHERS.items())
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_is_left_to_fill_in(job: Path) -> None:
 
 
 def test_data_that_is_elsewhere_is_not_checked_and_data_that_is_here_is(job: Path) -> None:
-    assert "is not on this machine and was not checked" in said("job.toml data.path=/cluster/tokens --slurm")
+    assert "so not checked: data.path=/cluster/tokens;" in said("job.toml data.path=/cluster/tokens --slurm")
     Path("job.sbatch").unlink()
     assert refused("job.toml data.path=. --slurm").codes == ["data.index.missing"]
     assert refused("job.toml --slurm -o no/where.sbatch").problems == [

@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli import app
+from fivefold.clusters.launch_files import launch
 from fivefold.clusters.options import LaunchOptions
 from fivefold.clusters.quoting import comment_lines, quote, quote_command, quote_path
-from fivefold.clusters.write import launch
 from fivefold.support.errors import UserError
 from tests.refusals import refusal
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def written(kind: str, *changes: str, file: str = "job.toml", output: str = "out", **options: str) -> str:
     hosts = Path("hosts") if kind == "ssh" else None
-    return launch([kind], file, changes, Path(output), LaunchOptions(hosts=hosts, **options)).text  # type: ignore[arg-type]
+    return launch(kind, file, changes, Path(output), LaunchOptions(hostfile=hosts, **options)).file_text  # type: ignore[arg-type]
 
 
 def refused(kind: str, *changes: str, **options: str) -> list[str]:
@@ -72,7 +72,7 @@ def test_a_job_file_that_train_would_take_for_a_setting_is_refused() -> None:
 
 @pytest.mark.parametrize("file", [".", "/", ".."])
 def test_a_directory_is_no_job_file(file: str) -> None:
-    assert refusal(lambda: launch(["slurm"], file)).codes == ["file.read"]
+    assert refusal(lambda: launch("slurm", file)).codes == ["file.read"]
 
 
 @pytest.mark.parametrize("output", ["a" * 300, "a\0", "a\nb", "\udcff"])

@@ -48,7 +48,9 @@ def test_these_are_all_layouts_of_the_adapter() -> None:
     from fivefold.launch import processes
 
     for adapter, groups in GROUPS.items():
-        [description] = processes.run(1, "fivefold.foreign.rank:describe", AdapterFile.of(adapter), timeout=300.0)
+        [description] = processes.run(
+            1, "fivefold.foreign.rank:describe", AdapterFile.of(adapter), [], "cpu", timeout=300.0
+        )
         tried = [str(parse_layout(text)) for own in groups for text in own]
         assert sorted(map(str, description.layouts)) == sorted(tried)
 

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 
 from fivefold.clusters import kubernetes
 from fivefold.clusters.deployment import Deployment
+from fivefold.clusters.launch_files import LaunchResult, launch
 from fivefold.clusters.machines import Machines
 from fivefold.clusters.options import LaunchOptions
 from fivefold.clusters.quoting import without_comments
-from fivefold.clusters.write import LaunchResult, launch
 from fivefold.job.config import Job, read_job
 from fivefold.render.blocks import to_text
 from fivefold.support.errors import Note
@@ -125,12 +125,12 @@ def prepared(case: Case) -> None:
 def tried(case: Case, kind: str) -> LaunchResult | None:
     """What is written; None where it is refused, in a sentence."""
     given = {key: text for key, text in case.options.items() if kind in OPTIONS[key]}
-    options = LaunchOptions(**given, hosts=Path("hosts") if kind == "ssh" else None)  # type: ignore[arg-type]
+    options = LaunchOptions(**given, hostfile=Path("hosts") if kind == "ssh" else None)  # type: ignore[arg-type]
     nodes = {} if kind == "ssh" else {"nodes": 2}
     found: list[LaunchResult] = []
 
     def question() -> None:
-        found.append(launch([kind], case.file, case.changes, Path(case.output), options, per_node=2, **nodes))
+        found.append(launch(kind, case.file, case.changes, Path(case.output), options, per_node=2, **nodes))
 
     survives(question)
     return found[0] if found else None
@@ -239,8 +239,8 @@ def judge(case: Case, folder: Path) -> int:
         warnings.simplefilter("ignore", Note)
         for kind in KINDS:
             if result := tried(case, kind):
-                arrives(case, kind, result.text, read_job(case.file, case.changes), folder)
-                assert result.text == Path(case.output).read_bytes().decode()
+                arrives(case, kind, result.file_text, read_job(case.file, case.changes), folder)
+                assert result.file_text == Path(case.output).read_bytes().decode()
                 shown = to_text(result.blocks())
                 assert not re.search("[\0-\x08\x0b-\x1f\x7f-\x9f]", shown)
                 written += 1

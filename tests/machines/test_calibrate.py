@@ -73,7 +73,7 @@ def test_every_accelerator_survives_its_file(name, tmp_path) -> None:
 
 def test_the_kept_file_is_what_the_catalogue_says_of_an_h200() -> None:
     kept = Cluster.parse(str(ROOT / "benchmarks/h200.toml")).groups[0].accelerator
-    assert kept.achieved == Device.of(ACCELERATORS["H200"]).reached
+    assert kept.achieved == Device.of(ACCELERATORS["H200"]).achieved
 
 
 def test_the_kept_steps_can_be_read() -> None:

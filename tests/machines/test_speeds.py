@@ -91,7 +91,15 @@ def test_a_core_is_set_to_the_pace_that_its_block_had(seconds) -> None:
     spec, samples, seq = preset("small", layers=1), 1, 128
     device = Device.of(at_pace(CPU, seconds, spec, samples, seq))
     work = BlockCost(
-        spec, Layout(), device, Topology(device, 1, Layout()), ON_CPUS.computing_in("fp32"), samples, seq, "fp32"
+        spec=spec,
+        layer=spec.kinds(0),
+        layout=Layout(),
+        device=device,
+        topology=Topology(device, 1, Layout()),
+        software=ON_CPUS.computing_in("fp32"),
+        samples=samples,
+        seq=seq,
+        precision="fp32",
     )
     rates = sum(part.gemm + part.attention + part.memory for part in work.block)
     before = Device.of(CPU)

@@ -36,8 +36,8 @@ def test_tp_hides_in_pieces_only_where_ranks_reach_each_other_s_memory() -> None
 
 def test_gradients_wait_for_ports_that_tp_holds() -> None:
     wide = workload("llama3-70b", "dp=8,tp=16,zero=1,sp", "16x8xH100", 8)
-    assert wide.block_cost.port > 0
-    assert replace(wide, layout=Layout.parse("dp=16,tp=8,zero=1,sp")).block_cost.port == 0
+    assert wide.block_cost.inter_node_backward_seconds > 0
+    assert replace(wide, layout=Layout.parse("dp=16,tp=8,zero=1,sp")).block_cost.inter_node_backward_seconds == 0
     alone = replace(wide, software=NEMO.but(overlap=structs.replace(NEMO.overlap, dp=0)))
     assert estimate(wide).dp < estimate(alone).dp
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.cost.forms import PipelineForm
+from fivefold.cost.closed_forms import PipelineForm
 from fivefold.cost.model_state import OURS, PAPER, Accounting
 from fivefold.cost.peak_memory import USABLE_FRACTION, RankBlocks, backward_peak, footprint
 from fivefold.cost.step import Workload, estimate

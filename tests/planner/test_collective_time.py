@@ -79,7 +79,7 @@ def test_an_all_to_all_leaves_by_each_rank_s_own_port() -> None:
 
 def sent(gpus: int, layout: str, name: str = "H100") -> float:
     """Seconds of a message between two pipeline ranks, without the share of the link that is reached."""
-    device = Device.of(find_accelerator(name)).but(inside=1.0, across=1.0)
+    device = Device.of(find_accelerator(name)).achieving(inside=1.0, across=1.0)
     return Topology(device, gpus, Layout.parse(layout)).time("send", "pp", GB)
 
 
@@ -110,5 +110,5 @@ def test_unlike_nodes_meet_at_the_slower_end() -> None:
 
 def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
     inside, across = topology("dp=8"), topology("tp=8,dp=2")
-    assert inside.bandwidth("dp") == LINKS["NVLink4"].bandwidth * DEVICE.reached.inside
-    assert across.bandwidth("dp") == LINKS["InfiniBand-NDR"].bandwidth * DEVICE.reached.across
+    assert inside.bandwidth("dp") == LINKS["NVLink4"].bandwidth * DEVICE.achieved.inside
+    assert across.bandwidth("dp") == LINKS["InfiniBand-NDR"].bandwidth * DEVICE.achieved.across

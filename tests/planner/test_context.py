@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from fivefold.cli import app
 from fivefold.cost.attention import (
-    NARROW,
     SIDES,
     KernelCall,
     LayerAttention,
@@ -28,13 +27,14 @@ from fivefold.cost.attention import (
     zigzag,
 )
 from fivefold.cost.collective_time import Topology, total
-from fivefold.cost.kernels import QUERIES, Device
+from fivefold.cost.kernels import ATTENTION_TILE, Device
 from fivefold.cost.traffic import expected_traffic
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.layout.context_split import context_share
 from fivefold.layout.layout import Layout
 from fivefold.planner import context
 from fivefold.spec.presets import preset
+from fivefold.support.dtypes import BYTES
 from fivefold.support.errors import UserError
 
 H100 = Device.of(find_accelerator("H100"))
@@ -118,8 +118,10 @@ def test_a_tile_that_is_partly_masked_costs_a_whole_one() -> None:
         for of in SIDES:
             mine, keys = {"own": (0, 0), "earlier": (1, 0), "later": (0, 1)}[of]
             mask = np.greater_equal.outer(held(split, mine), held(split, keys))
-            tiles = mask.reshape(split.tokens // QUERIES, QUERIES, -1, QUERIES).any(axis=(1, 3)).sum()
-            assert sum(call.computed() for call in split.calls(of)) == tiles * QUERIES**2
+            tiles = (
+                mask.reshape(split.tokens // ATTENTION_TILE, ATTENTION_TILE, -1, ATTENTION_TILE).any(axis=(1, 3)).sum()
+            )
+            assert sum(call.computed() for call in split.calls(of)) == tiles * ATTENTION_TILE**2
     # A diagonal in every step of the ring, in place of one.
     fine, coarse = striped(8192, 16, 1).waste, zigzag(8192, 16).waste
     assert fine > 1.2 > 1.02 > coarse > 1
@@ -161,7 +163,7 @@ def test_ulysses_is_refused_where_heads_do_not_divide() -> None:
 
 def test_memory() -> None:
     case = made(131072, 16)
-    pair = 2 * 8192 * 128 * NARROW
+    pair = 2 * 8192 * 128 * BYTES["bfloat16"]
     assert ring(case).buffers == 6 * pair  # two in 2 bytes, two in 4
     assert allgather(case).buffers == 16 * 3 * pair
     assert ring(case).kept == allgather(case).kept < ulysses(case).kept  # which keeps repeated kv heads
@@ -172,10 +174,10 @@ def test_memory() -> None:
 def test_a_ring_exposes_what_its_steps_cannot_hide() -> None:
     """The way home of the last gradient always; all of it, where attention takes no time."""
     long = ring(made(1 << 20, 16))
-    assert long.waits == 0
+    assert long.ring_wait == 0
     assert long.exposed.forward == 0
     assert long.exposed.backward == pytest.approx(made(1 << 20, 16).send(2 * 65536 * 128 * 4))
-    fast = H100.but(flash2=1e9, flash3=1e9, stream=1e9, launch=0.0)
+    fast = H100.achieving(flash2=1e9, flash3=1e9, stream=1e9, launch=0.0)
     case = replace(made(131072, 16), device=fast)
     narrow, wide = case.pair * 2, case.pair * 4
     bare = ring(case).exposed
@@ -199,9 +201,9 @@ def test_changes_are_found_to_the_step() -> None:
 
 
 def test_what_is_called_a_crossover_is_one() -> None:
-    case, step = made(131072, 16), 2 * 16 * QUERIES
+    case, step = made(131072, 16), 2 * 16 * ATTENTION_TILE
     [_, free] = context.ring_is_free(case)
-    assert ring(replace(case, seq=free.start)).waits == 0 < ring(replace(case, seq=free.start - step)).waits
+    assert ring(replace(case, seq=free.start)).ring_wait == 0 < ring(replace(case, seq=free.start - step)).ring_wait
     for one in context.by_length(case)[1:]:
         assert possible(replace(case, seq=one.start))[0].kind == one.answer
         assert possible(replace(case, seq=one.start - step))[0].kind != one.answer
@@ -212,7 +214,7 @@ def test_a_slower_link_makes_a_ring_free_later_and_more_kv_heads_too() -> None:
         return context.ring_is_free(case)[-1].start
 
     case = made(131072, 16)
-    slow = H100.but(across=0.1)
+    slow = H100.achieving(across=0.1)
     assert free(case) < free(replace(case, topology=replace(case.topology, device=slow)))
     assert free(case) < free(made(131072, 16, kv_heads=16))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.cost.activations import MoEMemory, saved_activations
+from fivefold.cost.activations import ExpertActivationMemory, saved_activations
 from fivefold.cost.model_state import state_of
 from fivefold.cost.peak_memory import footprint, footprint_of
 from fivefold.cost.software import FIVEFOLD
@@ -22,8 +22,11 @@ def workload(model: str, layout: str, imbalance: float = 1.0, batch: int = 64) -
     return Workload(preset(model), chosen, cluster, 4096, batch, imbalance=imbalance)
 
 
-def mixture(layout: str, imbalance: float = 1.0) -> MoEMemory:
-    return MoEMemory(MIXTRAL, MIXTRAL.kinds(0), Layout.parse(layout), FIVEFOLD, T, 2, imbalance)
+def mixture(layout: str, imbalance: float = 1.0) -> ExpertActivationMemory:
+    chosen = Layout.parse(layout)
+    return ExpertActivationMemory(
+        spec=MIXTRAL, layer=MIXTRAL.kinds(0), layout=chosen, software=FIVEFOLD, tokens=T, imbalance=imbalance
+    )
 
 
 def test_what_a_mixture_keeps_is_the_page_s_table() -> None:
@@ -58,7 +61,7 @@ def test_recompute_keeps_less_of_experts_too(model: str) -> None:
 
 def test_a_first_layer_without_experts_keeps_what_a_dense_one_does() -> None:
     spec, layout = preset("deepseek-v3"), Layout.parse("dp=8,ep=8")
-    plain = saved_activations(spec, layout, FIVEFOLD, 1, T, kinds=spec.kinds(0))
+    plain = saved_activations(spec, layout, FIVEFOLD, 1, T, layer=spec.kinds(0))
     assert plain.experts == 0.0
     assert plain.mlp == 2 * T * 4 * 18432  # gate, up, their activation and product
     assert plain.attention == saved_activations(spec, layout, FIVEFOLD, 1, T).attention

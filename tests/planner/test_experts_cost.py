@@ -24,32 +24,32 @@ def workload(layout: str, spec=QWEN, cluster: str = "2x8xH100", batch: int = 64,
 
 
 def mixture(layout: str, **changes):
-    return workload(layout, **changes).block_cost.mixture
+    return workload(layout, **changes).block_cost.moe
 
 
 def test_balanced_experts_compute_a_tokens_visits():
     one = mixture("dp=16,ep=8,microbatches=4")
     assert one.slots == one.rows == 4096 * 8
     assert mixture("dp=8,tp=2,ep=8,sp,microbatches=8").slots == 4096 * 8 // 2
-    rate = 3 * 2 * one.rows * 3 * QWEN.hidden * 768 / sum(one.matmuls)
+    rate = 3 * 2 * one.rows * 3 * QWEN.hidden * 768 / sum(one.gemm_seconds)
     assert 0.3 * 989e12 < rate < 0.65 * 989e12
 
 
 def test_fewer_tokens_an_expert_are_slower_each():
     def per_row(samples: int) -> float:
         one = mixture("dp=16,ep=16", batch=16 * samples)
-        return sum(one.matmuls) / one.rows
+        return sum(one.gemm_seconds) / one.rows
 
     assert per_row(1) > per_row(4)
-    few = Workload(QWEN, Layout(dp=16, ep=16), Cluster.parse("2x8xH100"), 64, 16).block_cost.mixture
-    assert sum(few.matmuls) / few.rows > 3 * per_row(4)  # weights are read for few rows
+    few = Workload(QWEN, Layout(dp=16, ep=16), Cluster.parse("2x8xH100"), 64, 16).block_cost.moe
+    assert sum(few.gemm_seconds) / few.rows > 3 * per_row(4)  # weights are read for few rows
 
 
 def test_the_fullest_rank_holds_up_its_layer_and_nobody_where_all_have_all_experts():
     even, full = (mixture("dp=16,ep=8,microbatches=4", imbalance=i) for i in (1.0, 2.0))
     assert full.rows == 2 * even.rows
-    assert sum(full.matmuls) == pytest.approx(2 * sum(even.matmuls), rel=0.1)
-    assert full.sent[0] == pytest.approx(2 * even.sent[0], rel=0.02)
+    assert sum(full.gemm_seconds) == pytest.approx(2 * sum(even.gemm_seconds), rel=0.1)
+    assert full.ep_seconds[0] == pytest.approx(2 * even.ep_seconds[0], rel=0.02)
     alone = [estimate(workload("dp=16,microbatches=4", imbalance=i), exact=False).seconds for i in (1.0, 2.0)]
     assert alone[0] == alone[1]
 
@@ -58,8 +58,8 @@ def test_all_to_alls_are_slower_where_ep_leaves_the_node():
     inside, across = mixture("dp=16,ep=8,microbatches=4"), mixture("dp=16,ep=16,microbatches=4")
     assert inside.topology.reaches["ep"].nodes == 1
     assert across.topology.reaches["ep"].nodes == 2
-    assert across.sent[0] > 3 * inside.sent[0]
-    assert mixture("dp=16,microbatches=4").sent == (0.0, 0.0)
+    assert across.ep_seconds[0] > 3 * inside.ep_seconds[0]
+    assert mixture("dp=16,microbatches=4").ep_seconds == (0.0, 0.0)
     # Of the ranks of a stage a node has few, where stages lie between them.
     assert mixture("dp=4,pp=4,ep=4,microbatches=16").topology.reaches["ep"].together == 2
 
@@ -68,13 +68,13 @@ def test_tokens_that_travel_once_to_a_node_take_less_of_the_network():
     once = FIVEFOLD.but(experts=structs.replace(FIVEFOLD.experts, once=True))
     every, fewer = (mixture("dp=16,ep=16,microbatches=4", software=software) for software in (FIVEFOLD, once))
     visits = 2 * (1 - 0.5**8)  # nodes of a token
-    assert fewer.sent[0] < every.sent[0] * visits / 8 * 1.6
+    assert fewer.ep_seconds[0] < every.ep_seconds[0] * visits / 8 * 1.6
 
 
 def test_gathering_all_tokens_is_for_ep_as_small_as_top_k():
     def slower(spec, ep: int) -> float:
         gathered, sent = (mixture(f"dp=16,ep={ep}{kind}", spec=spec) for kind in (",dispatch=allgather", ""))
-        return gathered.sent[0] / sent.sent[0]
+        return gathered.ep_seconds[0] / sent.ep_seconds[0]
 
     assert slower(preset("mixtral-8x7b"), 8) > 2 * slower(QWEN, 8) > 0
 
@@ -100,7 +100,7 @@ def test_first_layers_without_experts_are_lighter_stages():
     found = workload(layout, DEEPSEEK, cluster="2x8xH100")
     works = found.block_cost
     plain = works.of(DEEPSEEK.kinds(0))
-    assert plain.mixture is None
+    assert plain.moe is None
     assert plain.block.forward.ep == 0.0 < works.block.forward.ep
     assert plain.block.forward.total < works.block.forward.total
 

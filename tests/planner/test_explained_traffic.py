@@ -37,7 +37,7 @@ def test_an_all_to_all_goes_to_every_rank_alike(ep: int, far: float) -> None:
 def test_the_bytes_between_nodes_are_those_of_the_time() -> None:
     one = option("qwen3-30b-a3b", "dp=32,ep=32,zero=1,recompute=full,microbatches=8", "4x8xH100", 256)
     row, card = sent(one)["ep", "all-to-all"], one.workload.first_device
-    across = row.across / (card.accelerator.across.bandwidth * card.reached.across)
+    across = row.across / (card.accelerator.across.bandwidth * card.achieved.across)
     assert row.seconds == pytest.approx(across + row.calls * card.accelerator.across.latency)
 
 

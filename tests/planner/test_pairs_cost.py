@@ -101,7 +101,7 @@ def test_pairs_of_a_single_stage(tmp_path: Path):
 
 def test_messages_of_the_fullest_rank_take_longer():
     def messages(imbalance: float, **changes) -> tuple[float, ...]:
-        mixture = replace(DEEP, layout=structs.replace(LAYOUT, **changes), imbalance=imbalance).block_cost.mixture
+        mixture = replace(DEEP, layout=structs.replace(LAYOUT, **changes), imbalance=imbalance).block_cost.moe
         assert isinstance(mixture, MoEBlock)
         return Travel(mixture).messages
 

@@ -13,7 +13,7 @@ from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
 from fivefold.planner.goodput import saved_bytes
-from fivefold.planner.plan import as_it_stands, fixed_choices, plan, simulate, workload_of
+from fivefold.planner.plan import fixed_choices, plan, plan_given_layout, simulate, workload_of
 from fivefold.planner.result import PlanResult
 from fivefold.render.blocks import to_text
 from fivefold.schedules.simulate import simulate as clocked
@@ -141,7 +141,7 @@ def test_a_job_and_a_question_about_it_are_one_case(
     """What `launch`, elastic runs and dry runs ask, and what `simulate` does: precision, software, optimizer."""
     job = structs.replace(read_job(None, changes), optimizer=optimizer)
     machines = Cluster.parse(cluster)
-    stands, asked = as_it_stands(job, machines), simulate(job, job.layout, machines).option
+    stands, asked = plan_given_layout(job, machines), simulate(job, job.layout, machines).option
     assert stands.workload == asked.workload
     assert stands.seconds == asked.seconds
     assert workload_of(job, machines).precision == ("fp8" if job.train.fp8 else "fp32")

@@ -44,7 +44,7 @@ def test_a_step_is_the_bytes_of_the_weights_plus_what_kernels_cost() -> None:
     spec, parts = preset("llama3-8b"), replica("llama3-8b").step(1, 0)
     read = whole_weights(spec, "bf16") - 2 * spec.vocab * spec.hidden
     assert parts.weights == pytest.approx(read / H100.bandwidth, rel=0.01)
-    assert parts.launch == pytest.approx((32 * 11 + 2 + 1 + 8) * H100.reached.launch)
+    assert parts.launch == pytest.approx((32 * 11 + 2 + 1 + 8) * H100.achieved.launch)
     assert parts.compute == parts.tp == parts.pp == parts.cache == 0
     assert parts.bound == "weights"
 
@@ -61,7 +61,7 @@ def test_tp_halves_the_weights_and_adds_all_reduces() -> None:
     assert two.weights == pytest.approx(one.weights / 2, rel=0.02)
     assert two.cache == pytest.approx(one.cache / 2)
     assert one.tp == 0
-    assert two.tp > 64 * H100.reached.launch
+    assert two.tp > 64 * H100.achieved.launch
     assert one.total / 2 < two.total < one.total
 
 

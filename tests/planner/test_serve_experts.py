@@ -107,7 +107,7 @@ def test_many_heads_over_one_latent_wait_for_the_tensor_cores() -> None:
     few = replica("deepseek-v2-lite")
     assert own.attend(64, 4000).cache == 0  # 128 heads: 242 FLOPs a byte
     assert own.attend(64, 4000).compute == pytest.approx(
-        2 * 64 * 4000 * 128 * (2 * 512 + 64) / (H100.peak() * H100.reached.flash3)
+        2 * 64 * 4000 * 128 * (2 * 512 + 64) / (H100.peak() * H100.achieved.flash3)
     )
     assert few.attend(64, 4000).compute == 0  # 16 heads
     assert few.attend(64, 4000).cache == pytest.approx(64 * 4000 * 576 * 2 / H100.bandwidth)
@@ -138,7 +138,7 @@ def test_the_fullest_group_is_waited_for() -> None:
 def test_where_every_rank_has_all_tokens_none_travel() -> None:
     assert replica("qwen3-30b-a3b", 8, ep=8).step(32, 1000).ep == 0
     few, many = (replica("qwen3-30b-a3b", 1, 8, ep=8, imbalance=1.6).step(batch, 1000).ep for batch in (8, 16))
-    assert few > 48 * 2 * H100.reached.launch
+    assert few > 48 * 2 * H100.achieved.launch
     assert many < 1.1 * few  # nearly all of it is latency, while tokens are few
     assert exchange(replica("qwen3-30b-a3b", 2, 8, ep=16), 2048) > 0
 

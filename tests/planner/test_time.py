@@ -60,7 +60,7 @@ def test_on_cpus_nothing_hides_anything() -> None:
     count = one.spec.parameter_count
     assert step.dp == pytest.approx(one.topology.time("all-reduce", "dp_cp", 4.0 * count))
     assert hidden.dp < step.dp
-    launched = 2 * one.spec.layers * ON_CPUS.host * ON_CPUS.reached.host
+    launched = 2 * one.spec.layers * ON_CPUS.host * ON_CPUS.achieved.host
     assert step.busy.host == pytest.approx(launched)
     assert estimate(replace(one, software=one.software.but(computes_itself=False))).busy.host == 0.0
 

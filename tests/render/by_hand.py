@@ -10,7 +10,7 @@ import msgspec
 
 from fivefold.checkpoint.inspect import CheckpointCheck, CheckpointContents, CheckpointList
 from fivefold.checkpoint.manifest import Manifest
-from fivefold.clusters.write import LaunchResult, check_deployment, follow_commands
+from fivefold.clusters.launch_files import LaunchResult, check_deployment, next_commands
 from fivefold.cost.collective_time import Traffic
 from fivefold.dry.result import DryRunResult, vs_plan
 from fivefold.foreign.certificate import Certificate, LayoutProof
@@ -175,12 +175,13 @@ def deployed() -> LaunchResult:
     made = check_deployment(None, [f"layout={LONG}", "train.batch=32", "data.seq=64"], nodes=2).deployment
     blank, note = "FILL_IN_ACCOUNT in job.sbatch, or give --account", "tp=8 does not divide the 4 ranks of a node"
     start = ["sbatch job.sbatch"]
-    follow = follow_commands("123", made)
-    return LaunchResult("slurm", made.title, 2, 8, "job.sbatch", "", start, [blank], [note], "123", follow)
+    commands = next_commands("123", made)
+    return LaunchResult("slurm", made.title, 2, 8, "job.sbatch", "", start, [blank], [note], "123", commands)
 
 
 def shown() -> LaunchResult:
-    return replace(deployed(), kind="torchrun", output="", text="torchrun \\\n  --nnodes=2", submitted="", follow=())
+    text = "torchrun \\\n  --nnodes=2"
+    return replace(deployed(), kind="torchrun", output_name="", file_text=text, job_id="", next_commands=())
 
 
 def examined(nodes: int = 3) -> DoctorResult:

@@ -33,7 +33,10 @@ def test_matmuls_that_read_one_tensor_are_one_gemm_or_several_of_the_same_flops(
 
 def test_only_sp_divides_work_on_the_residual_stream() -> None:
     spec = preset("tiny-gpt")
-    shares = {one.kind: (one.share(4, sp=False), one.share(4, sp=True)) for one in block(spec).elementwise}
+    shares = {
+        one.kind: (one.features_per_rank(4, sp=False), one.features_per_rank(4, sp=True))
+        for one in block(spec).elementwise
+    }
     stream, features = (spec.hidden, spec.hidden / 4), (spec.ffn / 4, spec.ffn / 4)
     assert shares == {"norm": stream, "dropout": stream, "residual": stream, "gelu": features}
 

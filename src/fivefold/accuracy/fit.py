@@ -109,7 +109,7 @@ class Constants:
         accelerator = workload.cluster.groups[0].accelerator
         name = shares_of(accelerator.name)
         device = Device(accelerator, self.devices[name]) if name in self.devices else workload.first_device
-        return replace(workload, device=device, software=workload.software.but(reached=self.software))
+        return replace(workload, device=device, software=workload.software.but(achieved=self.software))
 
 
 def shares_of(accelerator: str) -> str:

@@ -37,7 +37,7 @@ from fivefold.support.text import did_you_mean
 
 S = TypeVar("S", bound=Struct)
 START = "megatron-core"  # the system of a file that names none
-OURS = {"match", "assumed", "reached"}  # fields that no file may set
+OURS = {"match", "assumed", "achieved"}  # fields that no file may set
 
 SHARE, STAGE, BYTES = within(0, 1), within(0, 3), within(1, 1000)
 RANGES = {  # by setting; all other numbers must not be negative

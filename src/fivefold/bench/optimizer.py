@@ -6,8 +6,8 @@ The ranks of the job's layout are started once. On them the optimizers take turn
 each with its own states, so nothing differs but the update: no forward or backward pass, no norm, no gather of weights.
 
 The bound is what the planner counts, at the paces that these ranks reach together: the bytes of masters, states and
-gradients (`cost/forms.py`) at the pace of a stream, and the FLOPs of whole matrices (`cost/matrices.py`) at that of a
-large product. Messages are listed, and not in it.
+gradients (`cost/closed_forms.py`) at the pace of a stream, and the FLOPs of whole matrices (`cost/matrices.py`) at
+that of a large product. Messages are listed, and not in it.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from msgspec import structs
 
 from fivefold.bench.harness import Machine, OnProgress, RoundTimes, caveats, refuse, table, too_small
 from fivefold.bench.train import read
-from fivefold.cost.forms import ZeroCost
+from fivefold.cost.closed_forms import ZeroCost
 from fivefold.cost.matrices import MatrixCost
 from fivefold.cost.model_state import host_memory, memory_problems
 from fivefold.cost.step import param_share

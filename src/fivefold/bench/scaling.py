@@ -126,8 +126,8 @@ def _core_figures(core: Accelerator, ranks: int) -> dict[str, float]:
     alone = {
         "products": device.rate("fp32"),  # FLOP/s
         "stream": device.bandwidth,  # bytes/s
-        "launch_block": device.reached.host,  # seconds
-        "update": device.reached.update,
+        "launch_block": device.achieved.host,  # seconds
+        "update": device.achieved.update,
     }
     return alone | ({"link": link.bandwidth, "latency": link.latency} if ranks > 1 else {})
 

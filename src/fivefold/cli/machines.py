@@ -85,17 +85,18 @@ def launch(
 
       fivefold launch job.toml --ssh hosts.txt -o start.sh
     """
-    from fivefold.clusters.options import LaunchOptions
-    from fivefold.clusters.write import launch
+    from fivefold.clusters.launch_files import launch
+    from fivefold.clusters.options import LaunchOptions, one_launcher
 
-    kinds = {"slurm": slurm, "torchrun": torchrun, "kubernetes": kubernetes, "trainjob": trainjob, "ssh": ssh}
+    flags = {"slurm": slurm, "torchrun": torchrun, "kubernetes": kubernetes, "trainjob": trainjob, "ssh": ssh}
+    kind = one_launcher([kind for kind, given in flags.items() if given])
     options = LaunchOptions(
         account=account, partition=partition, time=time, host=host, container=container, claim=claim,
-        hosts=ssh, restarts=restarts if restarts is not None else 10 if elastic else 3, submit=submit, elastic=elastic,
+        hostfile=ssh, restarts=restarts if restarts is not None else 10 if elastic else 3,
+        submit=submit, elastic=elastic,
     )  # fmt: skip
     file, changes = split(job)
-    asked = [kind for kind, wanted in kinds.items() if wanted]
-    show(launch(asked, file, changes, output, options, cluster=cluster, nodes=nodes, per_node=per_node), as_json)
+    show(launch(kind, file, changes, output, options, cluster=cluster, nodes=nodes, per_node=per_node), as_json)
 
 
 _Nproc = Annotated[

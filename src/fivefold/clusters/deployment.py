@@ -24,7 +24,7 @@ class Deployment:
     machines: Machines
     file: str = ""  # the job file, as the nodes read it
     changes: tuple[str, ...] = ()  # KEY=VALUE
-    step_seconds: float = 0.0  # as planned; 0: not known
+    step_seconds: float | None = None  # as planned; None: not known
     packaged: bool = False  # the file is part of Fivefold, so that the nodes have it
     min_nodes: int = 0  # nodes with which an elastic job goes on; 0: it is not elastic
 
@@ -63,12 +63,12 @@ class Deployment:
     @property
     def save_notice(self) -> int:
         """How many seconds before a time limit ranks are told to save, in whole minutes."""
-        return -(-int(_MIN_NOTICE + self.step_seconds + 2 * self.save_seconds) // 60) * 60
+        return -(-int(_MIN_NOTICE + (self.step_seconds or 0) + 2 * self.save_seconds) // 60) * 60
 
     @property
     def save_estimate(self) -> str:
         """What a save has to wait for and to write, and the seconds of it, in words for a comment."""
-        step = f"after a step of {self.step_seconds:.0f} s, as planned; " if self.step_seconds >= 1 else ""
+        step = f"after a step of {self.step_seconds:.0f} s, as planned; " if (self.step_seconds or 0) >= 1 else ""
         return f"{step}{bytes_text(self._checkpoint_bytes)}, {self.save_seconds:.0f} s at 1 GB/s a node"
 
     @property

@@ -66,7 +66,7 @@ def choose_machines(
     return replace(wanted, notes=notes, cluster=resized)
 
 
-def sharing_problem_there(job: Job, machines: Machines) -> str | None:
+def gpu_sharing_problem(job: Job, machines: Machines) -> str | None:
     """Why `train.share_gpu=nccl` cannot be on these machines: what their ranks would say."""
     gpus = machines.per_node if machines.gpus else 0
     return sharing_problem(job.train, gpus, machines.per_node, apart=machines.nodes > 1)
@@ -78,11 +78,11 @@ def check_sharing_there(job: Job) -> None:
         return
     whole, world = _read_cluster(job.run.cluster, "run.cluster", None), job.layout.world
     used = Machines(-(-world // whole.per_node), min(world, whole.per_node), whole.gpus and job.train.device != "cpu")
-    if problem := sharing_problem_there(job, used):
+    if problem := gpu_sharing_problem(job, used):
         raise UserError(problem)
 
 
-def fewest_nodes(job: Job, wanted: Machines) -> int:
+def min_elastic_nodes(job: Job, wanted: Machines) -> int:
     """The fewest nodes with which an elastic job starts: those of elastic.least, but at least half of all, because a
     scheduler would begin with the few nodes that are free, and more nodes are worth a wait."""
     least, world = job.elastic.least, wanted.world

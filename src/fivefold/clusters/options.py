@@ -1,19 +1,29 @@
 """The options of a launch beside the job and its machines, and the kinds of launch that take them."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from fivefold.support.errors import Problem
+from fivefold.support.errors import Problem, UserError
 
-KINDS = {
-    "slurm": "an sbatch file",
-    "torchrun": "the torchrun command of each node",
-    "kubernetes": "a Kubernetes Job",
-    "trainjob": "a TrainJob of Kubeflow Trainer",
-    "ssh": "a script for the hosts of a file",
+
+class LauncherKind(NamedTuple):
+    """A kind of launch."""
+
+    writes: str
+    suffix: str = ""  # of the file, if it is not named; empty: the text is printed
+
+
+LAUNCHERS = {
+    "slurm": LauncherKind("an sbatch file", ".sbatch"),
+    "torchrun": LauncherKind("the torchrun command of each node"),
+    "kubernetes": LauncherKind("a Kubernetes Job", ".yaml"),
+    "trainjob": LauncherKind("a TrainJob of Kubeflow Trainer", ".yaml"),
+    "ssh": LauncherKind("a script for the hosts of a file", ".sh"),
 }
-_KINDS_OF_OPTION = {
+_LAUNCHERS_WITH = {
     **dict.fromkeys(("account", "partition", "time", "submit"), ("slurm",)),
     "host": ("torchrun",),
     "elastic": ("slurm", "torchrun"),
@@ -29,6 +39,15 @@ _IMAGE = re.compile(r"[\w./:@+-]+", re.ASCII)
 _ENROOT = re.compile(r"[\w./:@+#-]+", re.ASCII)  # REGISTRY#IMAGE
 
 
+def one_launcher(kinds: Sequence[str]) -> str:
+    """The kind of launch that is asked for; raises unless there is one."""
+    if len(kinds) == 1:
+        return kinds[0]
+    ways = ", ".join(f"--{kind} ({launcher.writes})" for kind, launcher in LAUNCHERS.items())
+    given = f", and {' '.join(f'--{kind}' for kind in kinds)} are {len(kinds)}" if kinds else ""
+    raise UserError(f"launch writes for one kind of cluster{given}; choose {ways}", "launch.kind")
+
+
 @dataclass(frozen=True)
 class LaunchOptions:
     """The options of a launch; None: not given. An empty account or partition leaves its line out."""
@@ -40,7 +59,7 @@ class LaunchOptions:
     host: str | None = None  # of torchrun's rendezvous
     container: str | None = None  # an image
     claim: str | None = None  # a PersistentVolumeClaim
-    hosts: Path | None = None  # a file that lists them
+    hostfile: Path | None = None
     restarts: int = 3
     elastic: bool = False  # continues without lost nodes, and with them when they are back
 
@@ -57,7 +76,7 @@ class LaunchOptions:
     def problems(self, kind: str) -> list[Problem]:
         """What is wrong with the options for a kind of launch."""
         problems: list[Problem] = []
-        for name, kinds in _KINDS_OF_OPTION.items():
+        for name, kinds in _LAUNCHERS_WITH.items():
             if getattr(self, name) and kind not in kinds:
                 owners = " and ".join(f"--{owner}" for owner in kinds)
                 problems.append(Problem("launch.option.kind", f"--{name} belongs to {owners}, not to --{kind}"))

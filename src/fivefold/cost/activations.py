@@ -1,10 +1,6 @@
 """Bytes that one microbatch saves for its backward pass, by kind, on one rank.
 
 saved_activations(spec, layout, software, samples, seq)      # of a block
-
-Letters: T tokens of a microbatch on this rank, E hidden, H heads, S tokens of a sequence. Textbook case: a GPT block
-with dropout, fused softmax and no recompute saves T E (34 + 5 H S / E) bytes on one rank (arXiv 2205.05198, section
-4.1); tp divides all but 10 T E of it, sp that, too.
 """
 
 import math
@@ -19,46 +15,50 @@ from fivefold.layout.layout import Layout
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block
 from fivefold.spec.pattern import Layer
+from fivefold.support.dtypes import accum_bytes
 
-# ---- expert memory --------------------------------------------------------------------------------------------------
+# ---- expert activations ---------------------------------------------------------------------------------------------
 # Bytes of the experts of one block on one rank: what a microbatch saves, and the peaks of its backward pass.
 #
-#     moe = MoEMemory(spec, kinds, layout, software, tokens=4096, activation_bytes=2, imbalance=1.2)
-#     moe.saved, moe.saved_selective         # without recompute, and with selective recompute
-#     moe.during_last_linear                 # in backward, on top of `saved`
+#     experts = ExpertActivationMemory(spec=spec, layer=layer, layout=layout, software=software, tokens=4096)
+#     experts.saved, experts.saved_selective     # without recompute, and with selective recompute
+#     experts.during_last_linear                 # in backward, on top of `saved`
 #
-# A rank routes n of the microbatch's tokens, fills K slots for each (a slot is a token's visit to one expert), and
-# computes N rows with its own experts: the most loaded rank `imbalance` times as many as it sends. Letters: E hidden, F
-# an expert's width, X experts. This code weights the experts' outputs in float32. Backward needs most bytes for that:
-# the gradients of the slots, and their products with the slots.
+# A rank routes each of its tokens of the microbatch to several experts: a slot is such a (token, expert) pair. A row is
+# a slot once it is dispatched: a rank computes those that its own experts receive, the most loaded rank `imbalance`
+# times the mean. Experts' outputs are weighted in float32, and the peak is often there: the gradients of the slots, and
+# their products with the slots.
 
 
-# Tensors of a gated activation that a fused kernel does not write: the gate's output; or, where the gate is clamped,
-# the clamped gate, its sigmoid, their product, and the clamped input.
-GATES = {"swiglu": 1, "swiglu_clamped": 4}
-_SLOT = 40  # bytes of the numbers of a slot: its expert, its places before and after sorting, its weight
+# Tensors of a gated activation that a fused kernel does not save: the gate's output; or, where the gate is clamped, the
+# clamped gate, its sigmoid, their product, and the clamped input.
+GATED_ACTIVATION_EXTRA_TENSORS = {"swiglu": 1, "swiglu_clamped": 4}
+INDEX_BYTES = 8  # int64
+# Per slot, nearly: its expert, its places before and after sorting, and its weight.
+ROUTING_METADATA_BYTES = 5 * INDEX_BYTES
 
 
-def written_by_activation(spec: ModelSpec, software: SoftwareProfile) -> int:
+def num_saved_activation_tensors(spec: ModelSpec, software: SoftwareProfile) -> int:
     """Tensors that an activation function saves beside its inputs and its output, each as wide as the output."""
-    return GATES.get(spec.activation, 0) if software.pointwise in ("eager", "fivefold") else 0
+    eager = software.pointwise in ("eager", "fivefold")
+    return GATED_ACTIVATION_EXTRA_TENSORS.get(spec.activation, 0) if eager else 0
 
 
-@dataclass(frozen=True)
-class MoEMemory(ExpertLoad):
+@dataclass(frozen=True, kw_only=True)
+class ExpertActivationMemory(ExpertLoad):
     """The experts of one block, for a microbatch with `tokens` on a cp rank.
 
     The properties `during_...` are moments of the backward pass, in its order: bytes on top of `saved`.
     """
 
     spec: ModelSpec
-    kinds: Layer
+    layer: Layer
     layout: Layout
     software: SoftwareProfile
     tokens: int
-    activation_bytes: int = 2  # of one element
+    activation_bytes: int = 2  # per element
     imbalance: float = 1.0
-    splits: bool = False  # whether backward passes are split into input gradients (I) and weight gradients (W)
+    splits_backward: bool = False  # into input gradients (I) and weight gradients (W)
 
     # ---- saved in forward --------------------------------------------------------------------------------------------
 
@@ -66,67 +66,80 @@ class MoEMemory(ExpertLoad):
     def saved(self) -> float:
         """What autograd saves without recompute."""
         *columns, down = self._matmuls
-        written = 1 + written_by_activation(self.spec, self.software)
-        inner = sum(matmul.outputs for matmul in columns) + written * down.inputs
+        activation_tensors = 1 + num_saved_activation_tensors(self.spec, self.software)
+        inner = sum(matmul.outputs for matmul in columns) + activation_tensors * down.inputs
         bytes_ = self.saved_by_router + self.rows * self.activation_bytes * (self.spec.hidden + inner)
-        if not self._weights_apart:
+        if not self._unfused_probs:
             return bytes_
-        return bytes_ + self._expert_outputs * (2 if self._gathers_tokens else 1)  # the sum over ranks saves its input
+        return bytes_ + self._expert_outputs * (2 if self._allgather_dispatch else 1)  # sums over ranks keep an input
 
     @property
     def saved_by_router(self) -> float:
-        """The input and the weight in float32, the scores, and the numbers of the slots."""
+        """The router's input and weight in float32, the scores, and the metadata of the slots."""
         experts, hidden = self.experts.count, self.spec.hidden
-        entering = self.routed * hidden * (self._accum_bytes if self._weights_apart else self.activation_bytes)
+        inputs = self.routed * hidden * (self._accum_bytes if self._unfused_probs else self.activation_bytes)
         weight = experts * hidden * self._accum_bytes if self.activation_bytes < self._accum_bytes else 0
-        return entering + weight + self.routed * experts * self._accum_bytes + self.slots * _SLOT
+        return inputs + weight + self._router_scores + self.slots * ROUTING_METADATA_BYTES
 
     @property
     def saved_selective(self) -> float:
         """What selective recompute saves: outputs of matmuls, and all that came from other ranks."""
-        hidden, activation_bytes, experts = self.spec.hidden, self.activation_bytes, self.experts
-        # Rows that travel back are not read where they were computed.
-        written = self._matmuls[:-1] if self.layout.ep > 1 and not self._gathers_tokens else self._matmuls
-        bytes_ = self.rows * activation_bytes * sum(matmul.outputs for matmul in written)
-        bytes_ += self.routed * experts.count * self._accum_bytes
-        if self._gathers_tokens:
-            choices = self.layout.ep * self.slots * (8 + self._accum_bytes)  # an expert's number and weight
-            bytes_ += self._gathered_elements * activation_bytes + choices
-            bytes_ += self.routed * hidden * self._accum_bytes
-        elif self.layout.ep > 1:
-            bytes_ += (self.rows + self.slots) * hidden * activation_bytes
-        if self.layout.tp > 1 and not self.layout.sp:  # all slices of the tokens
-            bytes_ += self.tokens * hidden * activation_bytes
-        return bytes_
+        # The combine all-to-all sends the outputs of the last linear away, so autograd does not keep them here.
+        sends_outputs = self.layout.ep > 1 and not self._allgather_dispatch
+        kept = self._matmuls[:-1] if sends_outputs else self._matmuls
+        bytes_ = self.rows * self.activation_bytes * sum(matmul.outputs for matmul in kept)
+        bytes_ += self._router_scores
+        if self._allgather_dispatch:
+            bytes_ += self._gathered_elements * self.activation_bytes + self._gathered_choices
+            bytes_ += self._combined_tokens
+        elif self.layout.ep > 1:  # rows that came to their experts, and outputs that came back
+            bytes_ += (self.rows + self.slots) * self.spec.hidden * self.activation_bytes
+        return bytes_ + self._saved_token_gather
+
+    @property
+    def _gathered_choices(self) -> float:
+        """The expert and its weight for every slot of all ranks of ep."""
+        return self.layout.ep * self.slots * (INDEX_BYTES + self._accum_bytes)
+
+    @property
+    def _combined_tokens(self) -> float:
+        """The sums of experts' outputs that the reduce-scatter leaves a rank."""
+        return self.routed * self.spec.hidden * self._accum_bytes
+
+    @property
+    def _saved_token_gather(self) -> float:
+        """Without sp each tp rank routes a slice of the tokens, and the slices' outputs are gathered."""
+        gathers = self.layout.tp > 1 and not self.layout.sp
+        return self.tokens * self.spec.hidden * self.activation_bytes if gathers else 0.0
 
     # ---- moments of backward -----------------------------------------------------------------------------------------
 
     @property
     def during_combine(self) -> float:
         """The combine by a reduce-scatter: zeros and the sums; or, where a block is recomputed, zeros and the gathered
-        gradient of the sums. Beside them the rows that are summed, and what selective recompute saves of the combine,
-        which is not read yet."""
-        if not self._gathers_tokens:
+        gradient of the sums, which are as large. Beside them the rows that are summed, and what selective recompute
+        saves of the combine, which is not read yet."""
+        if not self._allgather_dispatch:
             return 0.0
-        unread = self.routed * self.spec.hidden * self._accum_bytes if self.layout.recompute == "selective" else 0.0
+        unread = self._combined_tokens if self.layout.recompute == "selective" else 0.0
         return self._gathered_elements * (2 * self._accum_bytes + self.activation_bytes) + self._row_bytes + unread
 
     @property
     def during_weighting(self) -> float:
         """The backward pass of weighting the experts' outputs; none of the block's gradients are allocated yet."""
-        if not self._weights_apart:
+        if not self._unfused_probs:
             return 0.0
-        return 2 * (self.rows if self._gathers_tokens else self.slots) * self.spec.hidden * self._accum_bytes
+        return 2 * (self.rows if self._allgather_dispatch else self.slots) * self.spec.hidden * self._accum_bytes
 
     @property
     def _freed_by_weighting(self) -> float:
-        """The part of `saved` that is freed after that."""
-        return self._expert_outputs * (2 if self._gathers_tokens else 1) if self._weights_apart else 0.0
+        """The part of `saved` that is freed once the weighting's backward pass is done."""
+        return self._expert_outputs * (2 if self._allgather_dispatch else 1) if self._unfused_probs else 0.0
 
     @property
     def during_combine_backward(self) -> float:
         """The gradients of rows are received from other ranks, and put in order."""
-        if self.layout.ep == 1 or self._gathers_tokens:
+        if self.layout.ep == 1 or self._allgather_dispatch:
             return 0.0
         return 2 * self._row_bytes - self._freed_by_weighting
 
@@ -135,7 +148,7 @@ class MoEMemory(ExpertLoad):
         """The experts' last linear and their activation function: gradients of two intermediates; or of a row, an
         intermediate and the weight. Where backward is split, W still needs an intermediate and the gradient of a row.
         """
-        if self.splits:
+        if self.splits_backward:
             return 3 * self._intermediate_bytes + self._row_bytes - self._freed_by_weighting
         wgrad = self._row_bytes + self._intermediate_bytes + self._wgrad_bytes
         return max(2 * self._intermediate_bytes, wgrad) - self._freed_by_weighting
@@ -148,18 +161,18 @@ class MoEMemory(ExpertLoad):
     @property
     def during_first_linears(self) -> float:
         """The end of the linears before it: gradients of rows and of a weight; the intermediates are freed."""
-        allocated = self._row_bytes + (self.deferred_wgrad if self.splits else self._wgrad_bytes)
-        return allocated - (self.saved - self.saved_by_router)
+        held = self.deferred_wgrad_bytes if self.splits_backward else self._wgrad_bytes
+        return self._row_bytes + held - (self.saved - self.saved_by_router)
 
     @property
     def during_dispatch_backward(self) -> float:
         """After all linears: gradients of rows, and buffers for them in the order in which they came."""
-        deferred = self.deferred_wgrad if self.splits else 0.0
-        return 3 * self._row_bytes + deferred - (self.saved - self.saved_by_router)
+        held = self.deferred_wgrad_bytes if self.splits_backward else 0.0
+        return 3 * self._row_bytes + held - (self.saved - self.saved_by_router)
 
     @property
-    def deferred_wgrad(self) -> float:
-        """Held from I to W: rows and intermediates, and the gradients of what the experts' linears wrote."""
+    def deferred_wgrad_bytes(self) -> float:
+        """What a block holds from I to W: rows and intermediates, and the gradients of the linears' outputs."""
         *columns, down = self._matmuls
         features = columns[0].inputs + down.inputs + sum(matmul.outputs for matmul in self._matmuls)
         return self.rows * self.activation_bytes * features
@@ -167,30 +180,35 @@ class MoEMemory(ExpertLoad):
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
     @property
-    def _gathers_tokens(self) -> bool:
-        """Whether every rank gets all tokens."""
+    def _allgather_dispatch(self) -> bool:
+        """Whether every rank of ep gets all tokens."""
         return self.layout.dispatch == "allgather" and self.layout.ep > 1
 
     @property
     def _accum_bytes(self) -> int:
-        """Bytes of an element that is computed in float32 at least."""
-        return max(4, self.activation_bytes)
+        return accum_bytes(self.activation_bytes)
 
     @property
-    def _weights_apart(self) -> bool:
+    def _unfused_probs(self) -> bool:
         """Whether experts' outputs are weighted, and the router's input is cast, by kernels of their own. Other
         software weights inside of the activation function, and its router reads the norm's output."""
         return self.software.pointwise in ("eager", "fivefold")
 
     @cached_property
     def _matmuls(self) -> list[Matmul]:
-        return expert_matmuls(self.spec, self.kinds)
+        return expert_matmuls(self.spec, self.layer)
+
+    @property
+    def _router_scores(self) -> float:
+        """A score per token and expert."""
+        return self.routed * self.experts.count * self._accum_bytes
 
     @property
     def _expert_outputs(self) -> float:
         """The experts' outputs: a row for each slot; where tokens are gathered, for each row here, in float32."""
-        rows_bytes = self.rows * self._accum_bytes if self._gathers_tokens else self.slots * self.activation_bytes
-        return self.spec.hidden * rows_bytes
+        if self._allgather_dispatch:
+            return self.spec.hidden * (self.rows * self._accum_bytes)
+        return self.spec.hidden * (self.slots * self.activation_bytes)
 
     @property
     def _intermediate_bytes(self) -> float:
@@ -223,7 +241,7 @@ class SavedActivations(NamedTuple):
     residual: float = 0.0  # the residual stream: a block's input
     norm: float = 0.0
     attention: float = 0.0
-    scores: float = 0.0  # where attention is not one kernel
+    scores: float = 0.0  # attention probabilities, where attention is not one kernel
     mlp: float = 0.0
     head: float = 0.0  # gradients that are computed with the loss, and wait for the backward pass
     experts: float = 0.0  # router, rows that this rank's experts received, their intermediates
@@ -241,150 +259,238 @@ def saved_activations(
     seq: int,
     activation_bytes: int = 2,
     *,
-    kinds: Layer | None = None,
+    layer: Layer | None = None,
     imbalance: float = 1.0,
 ) -> SavedActivations:
-    """What one block saves of one microbatch: one of these `kinds`, or of the last layer's. `activation_bytes` are
-    those of one element; experts are of the rank with `imbalance` times the mean of the tokens.
+    """What one block, of the model's last layer unless `layer` is given, saves of one microbatch. `activation_bytes`
+    are per element; experts are those of the rank with `imbalance` times the mean of the tokens.
+
+    Textbook case: a GPT block with dropout and fused softmax, without recompute, saves T E (34 + 5 H S / E) bytes for T
+    tokens of sequences of S, hidden size E and H heads (arXiv 2205.05198, section 4.1). TP divides all but 10 T E of
+    it; SP divides that, too.
     """
-    tokens, kinds = samples * seq // layout.cp, kinds or spec.kinds(spec.layers - 1)
-    moe = None
-    if kinds.routed:
-        moe = MoEMemory(spec, kinds, layout, software, tokens, activation_bytes, imbalance)
-    without_recompute = _without_recompute(spec, layout, software, tokens, seq, activation_bytes, kinds, moe)
+    saved = SavedByBlock(
+        spec=spec,
+        layer=layer or spec.kinds(spec.layers - 1),
+        layout=layout,
+        software=software,
+        tokens=samples * seq // layout.cp,
+        seq=seq,
+        activation_bytes=activation_bytes,
+        imbalance=imbalance,
+    )
     if layout.recompute == "none":
-        return without_recompute
-    residual = without_recompute.residual / len(kinds.branches)
+        return saved.without_recompute
     if layout.recompute == "full":
-        return SavedActivations(residual=residual)
-    if software.selective == "attention":
-        return without_recompute._replace(scores=0.0)
-    own = block(spec, layout.tp, kinds)
-    # The outputs of every matmul and of attention, and what Ulysses exchanged before attention and after it.
-    attention = tokens * activation_bytes * (own.attention.width + _output_features(own, _mixer(kinds), layout))
-    if layout.cp > 1 and layout.cp_kind == "ulysses":
-        exchanged = _block(spec, layout, kinds).attention
-        attention += tokens * activation_bytes * (2 * exchanged.width + 2 * exchanged.kv_width)
-    if layout.sp:  # the latents of all tokens, gathered
-        attention += tokens * activation_bytes * own.attending.latents
-    mlp = tokens * activation_bytes * _output_features(own, kinds.mlp.place if kinds.mlp else "", layout)
-    if software.selective == "half":
-        attention = tokens * activation_bytes * (1.5 * own.attention.width + 1.0 * own.attention.kv_width)
-        mlp = mlp / 2
-    experts = moe.saved_selective if moe else 0.0
-    return SavedActivations(residual=residual, attention=attention, mlp=mlp, experts=experts)
+        return SavedActivations(residual=saved.block_input)
+    return saved.selective
 
 
-def deferred_wgrad_bytes(spec: ModelSpec, layout: Layout, tokens: int, activation_bytes: int, kinds: Layer) -> float:
-    """Bytes that a block holds from its I to its W: the inputs of its linears, and the gradients of their outputs. Of
-    experts `MoEMemory.deferred_wgrad` has them."""
-    own, parts = _block(spec, layout, kinds), layout.tp if layout.sp else 1
-    groups = [group for group in own.groups if group[0].dense]
+@dataclass(frozen=True, kw_only=True)
+class SavedByBlock:
+    """What one block saves of one microbatch, by what is recomputed."""
+
+    spec: ModelSpec
+    layer: Layer
+    layout: Layout
+    software: SoftwareProfile
+    tokens: int  # on a cp rank
+    seq: int
+    activation_bytes: int
+    imbalance: float
+
+    # ---- selective recompute -----------------------------------------------------------------------------------------
+
+    @property
+    def selective(self) -> SavedActivations:
+        """Recompute of attention's core alone; or of all but matmuls; or of these and half of the matmuls."""
+        if self.software.selective == "attention":
+            return self.without_recompute._replace(scores=0.0)
+        half = self.software.selective == "half"
+        return SavedActivations(
+            residual=self.block_input,
+            attention=self._attention_half if half else self._attention_matmul_outputs,
+            mlp=self._mlp_matmul_outputs / 2 if half else self._mlp_matmul_outputs,
+            experts=self._experts.saved_selective if self._experts else 0.0,
+        )
+
+    @property
+    def _attention_matmul_outputs(self) -> float:
+        """The outputs of every matmul and of attention, and what Ulysses exchanged before attention and after it."""
+        operations = block(self.spec, self.layout.tp, self.layer)
+        bytes_ = self._bytes(operations.attention.width + self._output_features(operations, self._mixer_branch))
+        if self.layout.cp > 1 and self.layout.cp_kind == "ulysses":
+            exchanged = self._operations.attention
+            bytes_ += self._bytes(2 * exchanged.width + 2 * exchanged.kv_width)
+        if self.layout.sp:  # the latents of all tokens, gathered
+            bytes_ += self._bytes(operations.attending.latents)
+        return bytes_
+
+    @property
+    def _attention_half(self) -> float:
+        """Half of queries, keys, values, attention's output and the output projection's: 3 times the queries' width and
+        2 times the keys'."""
+        scores = block(self.spec, self.layout.tp, self.layer).attention
+        return self._bytes(1.5 * scores.width + 1.0 * scores.kv_width)
+
+    @property
+    def _mlp_matmul_outputs(self) -> float:
+        return self._bytes(self._output_features(block(self.spec, self.layout.tp, self.layer), self._mlp_branch))
+
+    def _output_features(self, operations: BlockOperations, branch: str) -> float:
+        """Features that the matmuls of a branch write. Of those that all tp ranks have whole, be they computed alike or
+        summed, sp leaves a rank its part of the tokens."""
+        matmuls = (matmul for matmul in operations.of(branch) if matmul.dense)
+        return sum(matmul.outputs / (self.layout.sp_degree if matmul.whole else 1) for matmul in matmuls)
+
+    # ---- no recompute ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def without_recompute(self) -> SavedActivations:
+        """What autograd saves."""
+        return SavedActivations(
+            residual=self._read_by("residual") * self.activation_bytes,
+            norm=self._norm,
+            attention=self._attention if self.layer.attends else self._other_mixer,
+            scores=self._attention_probs,
+            mlp=self._mlp,
+            experts=self._experts.saved if self._experts else 0.0,
+        )
+
+    @property
+    def block_input(self) -> float:
+        """The residual stream at the block's beginning: of what its branches save of it, each as much, one part."""
+        return self.without_recompute.residual / len(self.layer.branches)
+
+    @property
+    def _norm(self) -> float:
+        """Each norm saves its input (the residual stream) and its output, which the column-parallel linears read; an
+        eager RMSNorm also its input as float32 and the normalised values. A dropout saves its mask."""
+        eager = self.software.norm == "eager" and self.spec.norm == "rmsnorm"
+        bytes_per_element = self.activation_bytes + (8 if eager else 0)
+        norm = (self._read_by("norm") + self._read_by("qk_norm")) * bytes_per_element + self._read_by("dropout")
+        if self._experts and not self._mlp_matmuls:  # nothing but the router reads the second norm's output
+            norm -= self.tokens * self.activation_bytes * self.spec.hidden / self.layout.sp_degree
+        return norm
+
+    @property
+    def _attention_probs(self) -> float:
+        """Fused: probabilities, a mask, and their product. Torch: float32 softmax, cast, mask."""
+        if self.software.attention not in ("torch", "fused"):
+            return 0.0
+        bytes_per_score = 2 * self.activation_bytes + {"fused": 1, "torch": 4}[self.software.attention]
+        return float(bytes_per_score * self.tokens * self._operations.attention.heads * self.seq)
+
+    @property
+    def _attention(self) -> float:
+        """Queries, keys, values, the output (or two copies of it), and a log-sum-exp in float32 for each query."""
+        operations, scores = self._operations, self._operations.attention
+        copies = 2 if self.software.copies_attention else 1
+        log_sum_exp = 4 * scores.heads
+        if operations.latent:
+            # Of MLA the norms' outputs are the latents that heads are made of, side by side; with sp those of all
+            # tokens. Values are padded to the width of the keys.
+            latents, unread = operations.attending.latents, operations.attending.unread
+            values = scores.width if self.software.pads_values else scores.seen
+            heads = 2 * scores.width + 2 * values + (copies - 1) * scores.seen
+            features = heads + latents + unread / self.layout.sp_degree
+        else:
+            features = (1 + copies) * scores.width + 2 * scores.kv_width
+            features += self._plugin_saved_features(self._mixer_branch)
+        return float(self.tokens * (self.activation_bytes * features + log_sum_exp))
+
+    @property
+    def _other_mixer(self) -> float:
+        """What the first matmuls write, what the last one reads, and what the operations between them save."""
+        matmuls = self._operations.of(self._mixer_branch)
+        features = 0.0
+        if matmuls:
+            features = float(sum(matmul.outputs for matmul in matmuls[:-1]) + matmuls[-1].inputs)
+        features += self._plugin_saved_features(self._mixer_branch)
+        return self.tokens * self.activation_bytes * features
+
+    @property
+    def _mlp(self) -> float:
+        """What the first matmuls write, and the activation function and a plugin's operations save."""
+        features = 0.0
+        if matmuls := self._mlp_matmuls:
+            activation_tensors = 1 + num_saved_activation_tensors(self.spec, self.software)
+            features = float(sum(matmul.outputs for matmul in matmuls[:-1])) + activation_tensors * matmuls[-1].inputs
+        features += self._plugin_saved_features(self._mlp_branch)
+        return float(self.activation_bytes * self.tokens * features)
+
+    def _plugin_saved_features(self, branch: str) -> float:
+        """Features that a plugin's own operations save."""
+        layout = self.layout
+        return sum(
+            operation.saved * operation.features_per_rank(layout.tp, layout.sp)
+            for operation in self._operations.elementwise
+            if operation.kind == "other" and operation.name.startswith(f"{branch}.")
+        )
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _operations(self) -> BlockOperations:
+        return block_with_repeated_kv(self.spec, self.layout, self.layer)
+
+    @cached_property
+    def _experts(self) -> ExpertActivationMemory | None:
+        if not self.layer.routed:
+            return None
+        return ExpertActivationMemory(
+            spec=self.spec,
+            layer=self.layer,
+            layout=self.layout,
+            software=self.software,
+            tokens=self.tokens,
+            activation_bytes=self.activation_bytes,
+            imbalance=self.imbalance,
+        )
+
+    @property
+    def _mixer_branch(self) -> str:
+        return self.layer.mixer.place if self.layer.mixer else ""
+
+    @property
+    def _mlp_branch(self) -> str:
+        return self.layer.mlp.place if self.layer.mlp else ""
+
+    @property
+    def _mlp_matmuls(self) -> list[Matmul]:
+        """Those that every token visits: of a mixture of experts the shared one's."""
+        return [matmul for matmul in self._operations.of(self._mlp_branch) if matmul.dense]
+
+    def _bytes(self, features: float) -> float:
+        return self.tokens * self.activation_bytes * features
+
+    def _read_by(self, kind: str) -> float:
+        """Elements that operations of a kind read. Without sp every tp rank holds all of them."""
+        layout = self.layout
+        return self.tokens * sum(
+            operation.features_per_rank(layout.tp, layout.sp)
+            for operation in self._operations.elementwise
+            if operation.kind == kind
+        )
+
+
+def deferred_wgrad_bytes(spec: ModelSpec, layout: Layout, tokens: int, activation_bytes: int, layer: Layer) -> float:
+    """Bytes that a block holds from I to W, without its experts: the inputs of its linears, and the gradients of their
+    outputs. Under sp a rank holds its own tokens only of what it gathers again for W, the residual stream, and of the
+    gradients of replicated linears. The gradients of row-parallel outputs are whole: backward has gathered them."""
+    operations = block_with_repeated_kv(spec, layout, layer)
+    groups = [group for group in operations.groups if group[0].dense]
     matmuls = [matmul for group in groups for matmul in group]
-    inputs = sum(group[0].inputs / (parts if group[0].reads_residual else 1) for group in groups)
-    outputs = sum(matmul.outputs / (parts if matmul.tp == "replicated" else 1) for matmul in matmuls)
+    inputs = sum(group[0].inputs / (layout.sp_degree if group[0].reads_residual else 1) for group in groups)
+    outputs = sum(matmul.outputs / (layout.sp_degree if matmul.tp == "replicated" else 1) for matmul in matmuls)
     return tokens * activation_bytes * (inputs + outputs)
 
 
-def _block(spec: ModelSpec, layout: Layout, kinds: Layer) -> BlockOperations:
-    """A tp rank's block as attention keeps it: Ulysses repeats kv heads that are fewer than its ranks."""
-    own = block(spec, layout.tp, kinds)
-    if layout.cp == 1 or layout.cp_kind != "ulysses" or not kinds.attends:
-        return own
-    repeated = own.attention._replace(kv_heads=math.lcm(own.attention.kv_heads, layout.cp))
-    return BlockOperations(tuple(repeated if each is own.attention else each for each in own.operations))
-
-
-def _mixer(kinds: Layer) -> str:
-    """The branch of its matmuls."""
-    return kinds.mixer.place if kinds.mixer else ""
-
-
-def _output_features(own: BlockOperations, branch: str, layout: Layout) -> float:
-    """Features that the matmuls of a branch write. Of those that all tp ranks compute alike, sp leaves a rank its part
-    of the tokens."""
-    parts = layout.tp if layout.sp else 1
-    matmuls = (matmul for matmul in own.of(branch) if matmul.dense)
-    return sum(matmul.outputs / (parts if matmul.whole else 1) for matmul in matmuls)
-
-
-def _saved_between(own: BlockOperations, branch: str, layout: Layout) -> float:
-    """Features that a plugin's own operations save."""
-    others = (each for each in own.elementwise if each.kind == "other" and each.name.startswith(f"{branch}."))
-    return sum(each.saved * each.share(layout.tp, layout.sp) for each in others)
-
-
-def _without_recompute(
-    spec: ModelSpec,
-    layout: Layout,
-    software: SoftwareProfile,
-    tokens: int,
-    seq: int,
-    activation_bytes: int,
-    kinds: Layer,
-    moe: MoEMemory | None,
-) -> SavedActivations:
-    """What autograd saves without recompute."""
-    own = _block(spec, layout, kinds)
-
-    def read_by(kind: str) -> float:
-        """Elements that operations of a kind read. Without sp every tp rank holds all of them."""
-        return tokens * sum(
-            operation.share(layout.tp, layout.sp) for operation in own.elementwise if operation.kind == kind
-        )
-
-    # Each norm saves its input (the residual stream) and its output, which the column-parallel linears read; an eager
-    # RMSNorm also its input as float32 and the normalised values. A dropout saves its mask.
-    eager = software.norm == "eager" and spec.norm == "rmsnorm"
-    norm = (read_by("norm") + read_by("qk_norm")) * (activation_bytes + (8 if eager else 0)) + read_by("dropout")
-    place = kinds.mlp.place if kinds.mlp else ""
-    mlp = [matmul for matmul in own.of(place) if matmul.dense]
-    if moe and not mlp:  # nothing but the router reads the second norm's output
-        norm -= tokens * activation_bytes * spec.hidden / (layout.tp if layout.sp else 1)
-    scores = 0.0
-    if software.attention in ("torch", "fused"):
-        # Fused: probabilities, a mask, and their product. Torch: float32 softmax, cast, mask.
-        per_score = 2 * activation_bytes + {"fused": 1, "torch": 4}[software.attention]
-        scores = float(per_score * tokens * own.attention.heads * seq)
-    inner = float(sum(matmul.outputs for matmul in mlp[:-1]))
-    inner += sum((1 + written_by_activation(spec, software)) * matmul.inputs for matmul in mlp[-1:])
-    inner += _saved_between(own, place, layout)
-    return SavedActivations(
-        residual=read_by("residual") * activation_bytes,
-        norm=norm,
-        attention=_saved_by_mixer(spec, layout, software, own, tokens, activation_bytes, kinds),
-        scores=scores,
-        mlp=float(activation_bytes * tokens * inner),
-        experts=moe.saved if moe else 0.0,
-    )
-
-
-def _saved_by_mixer(
-    spec: ModelSpec,
-    layout: Layout,
-    software: SoftwareProfile,
-    own: BlockOperations,
-    tokens: int,
-    activation_bytes: int,
-    kinds: Layer,
-) -> float:
-    """Of attention: queries, keys, values, the output (or two copies of it), and a log-sum-exp in float32 for each
-    query. Of other mixers, what the first matmuls write, what the last one reads, and what the operations between save.
-    """
-    if not kinds.attends:
-        matmuls = own.of(_mixer(kinds))
-        features = float(sum(matmul.outputs for matmul in matmuls[:-1]) + sum(last.inputs for last in matmuls[-1:]))
-        features += _saved_between(own, _mixer(kinds), layout)
-        return tokens * activation_bytes * features
-    outputs, attention = 2 if software.copies_attention else 1, own.attention
-    log_sum_exp = 4 * attention.heads
-    if not own.latent:
-        features = (1 + outputs) * attention.width + 2 * attention.kv_width
-        features += _saved_between(own, _mixer(kinds), layout)
-        return float(tokens * (activation_bytes * features + log_sum_exp))
-    # Of latent attention the norms' outputs are the latents that heads are made of, side by side; with sp those of all
-    # tokens. Values are padded to the width of the keys.
-    values = attention.width if software.pads_values else attention.seen
-    parts, latents = layout.tp if layout.sp else 1, own.attending.latents
-    heads = 2 * attention.width + 2 * values + (outputs - 1) * attention.seen
-    return float(tokens * (activation_bytes * (heads + latents + own.attending.unread / parts) + log_sum_exp))
+def block_with_repeated_kv(spec: ModelSpec, layout: Layout, layer: Layer) -> BlockOperations:
+    """A tp rank's block as attention saves it: Ulysses repeats kv heads that are fewer than its ranks."""
+    operations = block(spec, layout.tp, layer)
+    if layout.cp == 1 or layout.cp_kind != "ulysses" or not layer.attends:
+        return operations
+    scores = operations.attention
+    repeated = scores._replace(kv_heads=math.lcm(scores.kv_heads, layout.cp))
+    return BlockOperations(tuple(repeated if each is scores else each for each in operations.operations))

@@ -25,11 +25,12 @@ from msgspec import structs
 
 from fivefold.cost.block_collectives import Collective, context
 from fivefold.cost.collective_time import Topology, wire
-from fivefold.cost.kernels import QUERIES, Device, plus, times
+from fivefold.cost.kernels import ATTENTION_TILE, Device
 from fivefold.cost.software import FIVEFOLD, Attention
 from fivefold.layout.layout import ContextKind
 from fivefold.support.dtypes import BYTES, wide_bytes
 from fivefold.support.errors import UserError
+from fivefold.support.fieldwise import plus, scaled
 from fivefold.support.text import either
 
 # ---- splits ---------------------------------------------------------------------------------------------------------
@@ -66,7 +67,7 @@ class KernelCall:
             return self.queries * self.keys
         return self.queries * (self.queries + (1 if self.diagonal else -1)) // 2
 
-    def computed(self, tile: int = QUERIES) -> int:
+    def computed(self, tile: int = ATTENTION_TILE) -> int:
         """Scores of all tiles that it touches."""
         rows, columns = math.ceil(self.queries / tile), math.ceil(self.keys / tile)
         return tile**2 * (rows * (rows + 1) // 2 if self.causal else rows * columns)
@@ -184,8 +185,6 @@ def splits(seq: int, ranks: int) -> list[SequenceSplit]:
 # ---- methods --------------------------------------------------------------------------------------------------------
 
 
-NARROW, WIDE = BYTES["bfloat16"], wide_bytes("bfloat16")
-
 # Bytes that a call's result costs per element before it is part of the whole: forward, to float32 and interpolated into
 # what was there; backward, the gradient of the queries, added up in float32.
 MERGE = (18.0, 10.0)
@@ -224,11 +223,12 @@ class LayerAttention:
     head_dim: int
     device: Device
     topology: Topology
-    kernel: Attention = FIVEFOLD.attention  # over whole rows, as Ulysses has them
-    partial: Attention = FIVEFOLD.cp_attention or FIVEFOLD.attention  # over parts: it must give the log-sum-exp, too
+    full_kernel: Attention = FIVEFOLD.attention  # over whole rows, as Ulysses has them
+    # Over parts of rows: it must return the log-sum-exp, by which partial results are merged.
+    partial_kernel: Attention = FIVEFOLD.cp_attention or FIVEFOLD.attention
     samples: int = 1  # sequences, which travel and are computed together
-    narrow: int = NARROW  # bytes of what is computed with, and of sums
-    wide: int = WIDE
+    activation_bytes: int = BYTES["bfloat16"]
+    accum_bytes: int = wide_bytes("bfloat16")
     window: int = 0  # keys that a query sees, at most; 0: all before it. All keys travel nevertheless
 
     @property
@@ -257,7 +257,7 @@ class LayerAttention:
     def collectives(self, kind: ContextKind) -> tuple[list[Collective], list[Collective]]:
         """The collectives of a forward and a backward pass."""
         head = self.size(1)
-        both = context(kind, self.ranks, head, self.heads, self.kv_heads, self.narrow, self.wide)
+        both = context(kind, self.ranks, head, self.heads, self.kv_heads, self.activation_bytes, self.accum_bytes)
         return both["forward"], both["backward"]
 
     def moving(self, kind: ContextKind) -> Both:
@@ -274,16 +274,18 @@ class LayerAttention:
 
     def work(self, calls: Sequence[KernelCall], merged: bool = True, heads: int = 0) -> KernelTime:
         """Calls one after the other, of all heads or of some."""
-        times_, tile, heads = [KernelTime()], self.device.tile, heads or self.heads
-        name = self.partial if merged else self.kernel
+        seconds, tile, heads = [KernelTime()], self.device.attention_tile, heads or self.heads
+        kernel = self.partial_kernel if merged else self.full_kernel
         for call in calls:
             rows = math.ceil(call.queries / tile) * tile
             keys = call.computed(tile) / rows  # that a query is computed with, on average
             keys = min(keys, self.window) if self.window else keys
-            kernel = Both(*self.device.attention(name, self.samples, heads, self.head_dim, rows, keys))
+            forward_backward = Both(*self.device.attention(kernel, self.samples, heads, self.head_dim, rows, keys))
             parts = self.samples * call.queries * heads * self.head_dim * merged
-            times_.append(KernelTime(kernel, Both(*(self.device.stream(cost * parts, merged) for cost in MERGE))))
-        return plus(*times_)
+            seconds.append(
+                KernelTime(forward_backward, Both(*(self.device.stream(cost * parts, merged) for cost in MERGE)))
+            )
+        return plus(*seconds)
 
     def send(self, *payloads: int) -> float:
         """Seconds in which a rank passes messages on to the next, through one port."""
@@ -303,7 +305,7 @@ class Method:
     buffers: int  # bytes beside them while it runs, at most
     backward_buffers: int  # likewise in backward, with all gradients and copies that it makes
     moving: Both  # all communication, exposed or hidden
-    waits: float = 0.0  # of the exposed seconds, those in which a ring's step waits for its sends
+    ring_wait: float = 0.0  # of the exposed seconds, those in which a ring's step waits for its sends
     stacked: int = 0  # bytes of own keys and values: full recompute lets go of them once they are stacked to be sent
     spare: float = 0.0  # seconds of attention that need no other rank's keys, and could hide as much
 
@@ -318,7 +320,7 @@ class Method:
 
 def ring(layer: LayerAttention, split: SequenceSplit | None = None) -> Method:
     split = split or zigzag(layer.seq, layer.ranks)
-    c, narrow, wide = layer.ranks, layer.pair * layer.narrow, layer.pair * layer.wide
+    c, pair, pair_grads = layer.ranks, layer.pair * layer.activation_bytes, layer.pair * layer.accum_bytes
     queries = layer.size(layer.heads)
     own, earlier, later = (layer.work(split.calls(side)) for side in SIDES)
     slower = max(earlier, later, key=lambda work: work.both.total)
@@ -326,33 +328,36 @@ def ring(layer: LayerAttention, split: SequenceSplit | None = None) -> Method:
     # after it. In the other steps nothing is computed.
     reach = math.ceil(layer.window / split.piece) if layer.window else c
     busy = [step for step in range(1, c) if min(step, c - step) <= reach]
-    forward, backward, waits = 0.0, layer.send(wide), 0.0
+    forward, backward, ring_wait = 0.0, layer.send(pair_grads), 0.0
     for step in range(c):
         behind = (slower if step in busy else own if not step else KernelTime()).both
         # While a rank works with some keys they travel on, and so does the gradient of those of the step before.
-        ahead, back = layer.send(narrow * (step < c - 1)), layer.send(narrow * (step < c - 1), wide * (step > 0))
-        late = max(0.0, ahead - behind.forward), max(0.0, back - behind.backward)
-        forward, backward, waits = forward + late[0], backward + late[1], waits + sum(late)
+        pair_sent = pair * (step < c - 1)
+        wait_forward = max(0.0, layer.send(pair_sent) - behind.forward)
+        wait_backward = max(0.0, layer.send(pair_sent, pair_grads * (step > 0)) - behind.backward)
+        forward += wait_forward
+        backward += wait_backward
+        ring_wait += wait_forward + wait_backward
     return Method(
         "ring",
         split,
         layer.collectives("ring"),
-        plus(own, times(slower, len(busy))),
+        plus(own, scaled(slower, len(busy))),
         Both(forward, backward),
         kept=_kept(layer, layer.kv_heads),
-        buffers=2 * narrow + 2 * wide,  # at hand and arriving: keys and values, and their gradients
+        buffers=2 * pair + 2 * pair_grads,  # at hand and arriving: keys and values, and their gradients
         # Gradients of keys as they are made, leave and arrive; that of the queries; what a kernel is given and writes.
-        backward_buffers=3 * narrow + 3 * wide + queries * (2 * layer.narrow + layer.wide),
+        backward_buffers=3 * pair + 3 * pair_grads + queries * (2 * layer.activation_bytes + layer.accum_bytes),
         moving=layer.moving("ring"),
-        waits=waits,
-        stacked=narrow,
+        ring_wait=ring_wait,
+        stacked=pair,
     )
 
 
 def allgather(layer: LayerAttention, split: SequenceSplit | None = None) -> Method:
     split = split or zigzag(layer.seq, layer.ranks)
     c, sent, moving = layer.ranks, layer.collectives("allgather"), layer.moving("allgather")
-    narrow, wide = (collective.payload for collective in sent[1])
+    gathered, gathered_grads = (collective.payload for collective in sent[1])
     # In rounds of one direction the last rank sees most; in a zigzag ranks differ by the shapes alone.
     works = [layer.work(split.gathered(rank)) for rank in (range(c) if split.turns else (c - 1,))]
     gather = moving.forward
@@ -364,14 +369,16 @@ def allgather(layer: LayerAttention, split: SequenceSplit | None = None) -> Meth
         max(works, key=lambda work: work.both.total),
         moving,
         kept=_kept(layer, layer.kv_heads),
-        buffers=narrow + wide,  # all keys and values, and their gradients
+        buffers=gathered + gathered_grads,  # all keys and values, and their gradients
         # All keys as they come and by position; their gradients, by position and twice on the way to ranks; the own.
-        backward_buffers=2 * narrow
-        + 3 * wide
-        + (narrow + wide) // c
-        + layer.size(layer.heads) * (layer.narrow + layer.wide),
+        backward_buffers=(
+            2 * gathered
+            + 3 * gathered_grads
+            + (gathered + gathered_grads) // c
+            + layer.size(layer.heads) * (layer.activation_bytes + layer.accum_bytes)
+        ),
         moving=moving,
-        stacked=narrow // c,
+        stacked=gathered // c,
         spare=min(gather, own.forward) + min(gather, own.backward),
     )
 
@@ -404,7 +411,8 @@ def ulysses(layer: LayerAttention) -> Method:
 
 def _kept(layer: LayerAttention, kv_heads: int) -> int:
     return (
-        2 * layer.size(layer.heads + kv_heads) * layer.narrow + layer.samples * layer.tokens * layer.heads * layer.wide
+        2 * layer.size(layer.heads + kv_heads) * layer.activation_bytes
+        + layer.samples * layer.tokens * layer.heads * layer.accum_bytes
     )
 
 

@@ -1,8 +1,4 @@
-"""What one rank computes and sends for one microbatch in one block, and in embedding and head, in seconds by cause.
-
-Letters: T tokens of a microbatch on this rank, E hidden, D head dim; of a tp rank H and K query and kv
-heads, F feed-forward columns, V vocabulary rows.
-"""
+"""Seconds that one rank spends on one microbatch in a block, and in the embedding and head, by cause."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -14,17 +10,22 @@ import msgspec
 
 from fivefold.cost import attention
 from fivefold.cost.block_collectives import BlockCollectives, Collective
+from fivefold.cost.closed_forms import ZeroCost, exposed_seconds
 from fivefold.cost.collective_time import Topology
-from fivefold.cost.forms import ZeroCost, exposed_seconds
-from fivefold.cost.kernels import Device, copied, remade, score_dim
+from fivefold.cost.kernels import Device, mean_head_dim, mla_concat_bytes, mla_up_projections
 from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share, dense_gemms
-from fivefold.cost.software import CAST, MOVED, NARROW, WIDE, SoftwareProfile
+from fivefold.cost.software import CAST, HIGH_PRECISION_BYTES, LOW_PRECISION_BYTES, MOVED, SoftwareProfile
 from fivefold.layout.layout import ContextKind, Layout
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, block, head
 from fivefold.spec.pattern import Layer
+from fivefold.support.dtypes import accum_bytes
+from fivefold.support.fieldwise import plus
 
-ROWWISE = 2.0  # times as long as cuBLAS's fp8 with one scale: torch's row-wise matmul was another kernel (2024)
+ROWWISE_FP8_SLOWDOWN = 2.0  # torch's matmul with a scale per row over cuBLAS's with one scale (2024)
+# Launched in one pass of a block by memory-bound operations, about.
+FUSED_KERNELS, EAGER_KERNELS = 8, 20
+EMBEDDING_KERNELS, LOSS_KERNELS = 2, 6
 
 
 class Seconds(NamedTuple):
@@ -32,13 +33,13 @@ class Seconds(NamedTuple):
 
     gemm: float = 0.0
     attention: float = 0.0
-    memory: float = 0.0  # kernels that are bound by it: norms, activation functions, residual sums, the loss
-    recompute: float = 0.0  # with tp's collectives; cp's and ep's that are sent again are theirs
+    memory: float = 0.0  # memory-bound kernels: norms, activation functions, residual sums, the loss
+    recompute: float = 0.0  # includes tp's collectives; those that recompute repeats of cp and ep count there
     host: float = 0.0  # the device waits for its next kernel
     tp: float = 0.0
     cp: float = 0.0
     zero: float = 0.0
-    ep: float = 0.0  # dispatch and combine of tokens, those of recomputation too
+    ep: float = 0.0  # dispatch and combine of tokens
 
     @property
     def total(self) -> float:
@@ -52,18 +53,19 @@ class PassTimes(NamedTuple):
     """One microbatch through a part of the model: forward, and backward in its two halves."""
 
     forward: Seconds
-    inputs: Seconds  # gradients of the inputs, and recomputation
-    weights: Seconds
+    dgrad: Seconds  # gradients of the inputs, and recomputation
+    wgrad: Seconds  # gradients of the weights
 
 
 NO_PASSES = PassTimes(NOTHING, NOTHING, NOTHING)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockCost:
     """A microbatch of `samples` sequences under a layout, on a device, as a software runs it."""
 
     spec: ModelSpec
+    layer: Layer  # the block's mixer and MLP
     layout: Layout
     device: Device
     topology: Topology
@@ -72,11 +74,6 @@ class BlockCost:
     seq: int
     precision: str = "bf16"
     imbalance: float = 1.0  # of experts: tokens of the most loaded rank over the mean
-    layer: Layer | None = None  # its kinds; None: the last layer's
-
-    @property
-    def kinds(self) -> Layer:
-        return self.layer or self.spec.kinds(self.spec.layers - 1)
 
     @property
     def tokens(self) -> int:
@@ -84,308 +81,364 @@ class BlockCost:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of an activation."""
-        return WIDE.get(self.precision, 2)
+        """Bytes per element of an activation."""
+        return HIGH_PRECISION_BYTES.get(self.precision, 2)
 
     @cached_property
     def operations(self) -> BlockOperations:
         """The operations of a block on one tp rank."""
-        return block(self.spec, self.layout.tp, self.kinds)
+        return block(self.spec, self.layout.tp, self.layer)
 
-    def of(self, kinds: Layer) -> "BlockCost":
-        """The same microbatch in a layer of other kinds."""
-        if kinds not in self._others:
-            self._others[kinds] = replace(self, layer=kinds)
-        return self._others[kinds]
+    def of(self, layer: Layer) -> "BlockCost":
+        """The same microbatch in another kind of layer."""
+        if layer not in self._others:
+            self._others[layer] = replace(self, layer=layer)
+        return self._others[layer]
 
     @cached_property
     def _others(self) -> dict[Layer, "BlockCost"]:
         return {}
 
     @cached_property
-    def mixture(self) -> MoEBlock | None:
+    def moe(self) -> MoEBlock | None:
         """Its experts, where it has any."""
-        if not self.kinds.routed:
+        if not self.layer.routed:
             return None
-        sizes = (self.tokens, self.activation_bytes, self.precision, self.imbalance)
-        return MoEBlock(self.spec, self.kinds, self.layout, self.device, self.topology, self.software, *sizes)
+        return MoEBlock(
+            spec=self.spec,
+            layer=self.layer,
+            layout=self.layout,
+            device=self.device,
+            topology=self.topology,
+            software=self.software,
+            tokens=self.tokens,
+            activation_bytes=self.activation_bytes,
+            precision=self.precision,
+            imbalance=self.imbalance,
+        )
 
     @cached_property
     def gemms(self) -> list[tuple[int, int, int]]:
-        """Forward GEMMs of a block but for those of experts: rows, columns, inner."""
-        part = self.layout.tp if self.layout.sp else 1
-        return dense_gemms(self.operations.matmuls, self.tokens, self.software.columns_apart, part)
-
-    @cached_property
-    def block(self) -> PassTimes:
-        return self._passes(self.mixture)
-
-    @cached_property
-    def around(self) -> PassTimes:
-        """The block without its experts."""
-        return self._passes(None)
-
-    def _passes(self, mixture: MoEBlock | None) -> PassTimes:
-        forward, inputs, weights = (
-            self._slower * seconds for seconds in _matmuls(self.device, tuple(self.gemms), self.precision)
-        )
-        attend, attend_back = self._attention
-        point, point_back = self._pointwise
-        ep = ep_back = 0.0
-        if mixture is not None:
-            forward, inputs, weights = map(sum, zip((forward, inputs, weights), mixture.matmuls, strict=True))
-            point, point_back = map(sum, zip((point, point_back), mixture.memory, strict=True))
-            ep, ep_back = (sent - less for sent, less in zip(mixture.sent, Travel(mixture).hidden, strict=True))
-        ahead = Seconds(gemm=forward, attention=attend, memory=point)
-        tp, tp_back = self._tensor(forward, inputs + weights, weights)
-        if mixture is not None:
-            tp, tp_back = map(sum, zip((tp, tp_back), mixture.gathered, strict=True))
-        cp, cp_back = self._context()
-        again, resent = self._again(ahead, tp), ep if self.layout.recompute == "full" else 0.0
-        gather, scatter = self._sharded(ahead.total, inputs + weights + attend_back + point_back + again + resent)
-        ahead = ahead._replace(tp=tp, cp=cp, zero=gather, ep=ep)
-        back = Seconds(inputs, attend_back, point_back, again, 0.0, tp_back, cp_back, scatter, ep_back + resent)
-        late = Seconds(gemm=weights, memory=self.added(self.block_parameters))
-        # A device that is faster than its host waits for it, in forward and backward alike; one that is its host, too.
-        behind = 0.0 if self.software.computes_itself else ahead.total + back.total + late.total
-        launching, passes = self.launching, self._forwards + 1
-        wait = max(0.0, launching - behind)
-        share = 1 / passes
-        return PassTimes(ahead._replace(host=share * wait), back._replace(host=(1 - share) * wait), late)
-
-    @property
-    def _forwards(self) -> int:
-        return 2 if self.layout.recompute == "full" else 1
-
-    @property
-    def launching(self) -> float:
-        """Seconds in which the host launches a block's passes, forward and backward."""
-        own = self.device.reached.host if self.software.computes_itself else 0.0
-        pace = own or self.software.host * self.software.reached.host
-        if self.mixture is not None and self.software.experts.graphs:
-            return 0.0
-        if self.mixture is not None:
-            pace += (own or self.software.reached.host) * self.software.experts.host
-        return (self._forwards + 1) * pace
-
-    def added(self, parameters: float) -> float:
-        """Adding up gradients in kernels of their own."""
-        return self.device.stream(parameters * self.software.accumulate_bytes, 0)
-
-    @property
-    def _slower(self) -> float:
-        return ROWWISE if self.software.rowwise and self.precision == "fp8" else 1.0
-
-    def _gemm(self, m: int, n: int, k: int) -> float:
-        return self._slower * self.device.gemm(m, n, k, self.precision)
-
-    @cached_property
-    def _attention(self) -> tuple[float, float]:
-        """Forward and backward, all of this rank's queries; with cp what its slowest rank does."""
-        if not self.operations.attention.heads:
-            return 0.0, 0.0
-        if self._over_ranks is not None:
-            work = self._over_ranks.work
-            parts = work.both if self.software.merges else work.attention
-            return parts.forward, parts.backward
-        own = self.operations.attention
-        dim = score_dim(self.software, own)
-        return self.device.attention(
-            self.software.attention, self.samples, own.heads, dim, self.seq, own.keys(self.seq / 2)
-        )
-
-    @cached_property
-    def _over_ranks(self) -> attention.Method | None:
-        """The microbatch over the cp ranks (`cost/attention.py` says what each way costs)."""
-        if self.layout.cp == 1 or not self.operations.attention.heads:
-            return None
-        full_kernel, partial_kernel = self.software.attention, self.software.cp_attention or self.software.attention
-        topology = replace(
-            self.topology, layout=msgspec.convert(self.layout.degrees, Layout)
-        )  # found again: no more matters
-        sizes = (self.samples, self.activation_bytes, max(4, self.activation_bytes))  # sums are in float32 at least
-        own = self.operations.attention
-        case = attention.LayerAttention(
-            self.seq,
-            own.heads,
-            own.kv_heads,
-            own.head_dim,
-            self.device,
-            topology,
-            full_kernel,
-            partial_kernel,
-            *sizes,
-            window=own.window,
-        )
-        return _method(self.layout.cp_kind, case)
-
-    @cached_property
-    def _pointwise(self) -> tuple[float, float]:
-        """What is bound by memory, forward and backward. The norms of q and k are not counted."""
-        slower = self.software.reached.norm if self.software.norm == "eager" else 1.0
-        norm = [slower * bytes_ for bytes_ in getattr(MOVED[self.software.norm], self.spec.norm)]
-        moved = MOVED[self.software.pointwise]._asdict() | {"norm": norm}
-        # Inputs of narrow matmuls are cast, forward, and again transposed for the weights' gradients.
-        own = self.operations
-        plain = [group[0] for group in own.groups if group[0].dense]
-        cast = sum(matmul.inputs for matmul in plain) * CAST.get(self.precision, 0.0)
-        cast += copied(own, self.software)
-        kernels = 8 if self.software.pointwise != "eager" else 20
-        shares = [
-            (self.tokens * operation.share(self.layout.tp, self.layout.sp), moved.get(operation.kind, operation.moved))
-            for operation in own.elementwise
-        ]
-        forward, backward = (sum(share * each[at] for share, each in shares) + self.tokens * cast for at in (0, 1))
-        wider = self.activation_bytes / 2  # the bytes above are of 2-byte activations
-        return self.device.stream(wider * forward, kernels), self.device.stream(wider * backward, kernels)
-
-    def _again(self, forward: Seconds, sent: float) -> float:
-        """Recomputation: of the whole block, or of operations whose outputs are cheap and large."""
-        if self.layout.recompute == "none":
-            if not (self.software.remakes_heads and self.operations.latent):
-                return 0.0
-            made = sum(self._gemm(*shape) for shape in remade(self.operations, self.tokens))
-            moved = self.activation_bytes / 2 * self.tokens * copied(self.operations, self.software)
-            return made + self.device.stream(moved)
-        if self.layout.recompute == "full":
-            stops = self.software.stops_early and self.layout.tp == 1 and not self.layout.splits_backward
-            # A shared expert is the last where nothing travels; elsewhere it computes while tokens do.
-            stops = stops and (self.mixture is None or (self.mixture.experts.shared > 0 and self.layout.ep == 1))
-            return forward.total + sent - (self._gemm(*self.gemms[-1]) if stops and self.gemms else 0.0)
-        if self.software.selective == "attention":
-            return forward.attention
-        return forward.memory + (0.5 * forward.gemm if self.software.selective == "half" else 0.0)
-
-    def _tensor(self, forward: float, backward: float, weights: float) -> tuple[float, float]:
-        """The exposed seconds of tp's collectives, but for those of experts, forward and backward."""
-        if self.layout.tp == 1:
-            return 0.0, 0.0
-        hides, sent_back = self.software.hides, self._tp_backward
-        # In pieces behind their own GEMMs: by peer memory, which ends with the node.
-        pieces = hides("tp") if self.topology.by_peers("tp") else 0.0
-        ahead = exposed_seconds(self._tp_forward, forward, pieces)
-        if pieces:
-            return ahead, exposed_seconds(sent_back, backward, pieces)
-        # A schedule that puts the weights' gradients off has nothing to hide the inputs' behind.
-        behind = 0.0 if self.layout.splits_backward else weights
-        share = max(hides("tp_backward"), self.software.reached.tp_backward * (self.software.overlap.tp > 0))
-        return ahead, exposed_seconds(sent_back, behind, share)
+        """Rows, columns and inner dimension of a block's forward GEMMs, without those of experts."""
+        return dense_gemms(self.operations.matmuls, self.tokens, self.software.columns_apart, self.layout.sp_degree)
 
     @cached_property
     def collectives(self) -> BlockCollectives:
-        """The collectives of one microbatch, but for those over ep: `moe.py` knows their rows."""
+        """The collectives of one microbatch. Those over ep are in `moe`, which knows how many rows travel."""
         return BlockCollectives(
-            self.spec, self.layout, self.tokens, self.activation_bytes, max(4, self.activation_bytes), self.kinds
+            spec=self.spec,
+            layout=self.layout,
+            tokens=self.tokens,
+            compute_bytes=self.activation_bytes,
+            accum_bytes=accum_bytes(self.activation_bytes),
+            layer=self.layer,
+        )
+
+    @cached_property
+    def rank_params(self) -> ParamShare:
+        """Parameters of a block on one rank."""
+        return block_share(self.spec, self.layout.tp, self.layout.ep, self.layer)
+
+    # ---- passes ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def block(self) -> PassTimes:
+        return self._passes(self.moe)
+
+    @cached_property
+    def without_experts(self) -> PassTimes:
+        return self._passes(None)
+
+    def _passes(self, moe: MoEBlock | None) -> PassTimes:
+        return self._with_host_wait(self._with_exposed_collectives(self._compute(moe), moe))
+
+    def _compute(self, moe: MoEBlock | None) -> PassTimes:
+        """GEMMs, attention and memory-bound kernels, as if nothing were sent or waited for."""
+        forward, dgrad, wgrad = (
+            self._gemm_slowdown * seconds for seconds in _gemm_seconds(self.device, tuple(self.gemms), self.precision)
+        )
+        attention, attention_backward = self._attention
+        memory, memory_backward = self._memory_bound
+        dense = PassTimes(
+            forward=Seconds(gemm=forward, attention=attention, memory=memory),
+            dgrad=Seconds(gemm=dgrad, attention=attention_backward, memory=memory_backward),
+            wgrad=Seconds(gemm=wgrad, memory=self.grad_accumulation_seconds(self.rank_params.total)),
+        )
+        if moe is None:
+            return dense
+        forward, dgrad, wgrad = moe.gemm_seconds
+        memory, memory_backward = moe.memory_seconds
+        experts = PassTimes(
+            forward=Seconds(gemm=forward, memory=memory),
+            dgrad=Seconds(gemm=dgrad, memory=memory_backward),
+            wgrad=Seconds(gemm=wgrad),
+        )
+        return plus(dense, experts)
+
+    def _with_exposed_collectives(self, compute: PassTimes, moe: MoEBlock | None) -> PassTimes:
+        """What each axis sends and compute does not hide; and recomputation, which repeats some of it."""
+        forward, dgrad, wgrad = compute
+        tp, tp_backward = self._exposed_tp(compute)
+        cp, cp_backward = self._exposed_cp()
+        ep = ep_backward = 0.0
+        if moe is not None:
+            hidden, hidden_backward = Travel(moe).hidden
+            ep, ep_backward = moe.ep_seconds[0] - hidden, moe.ep_seconds[1] - hidden_backward
+            tp, tp_backward = tp + moe.tp_seconds[0], tp_backward + moe.tp_seconds[1]
+        recompute = self._recompute_seconds(forward, tp)
+        ep_recompute = ep if self.layout.recompute == "full" else 0.0
+        backward = dgrad.gemm + wgrad.gemm + dgrad.attention + dgrad.memory + recompute + ep_recompute
+        zero, zero_backward = self._exposed_zero3(forward.total, backward)
+        return PassTimes(
+            forward=forward._replace(tp=tp, cp=cp, zero=zero, ep=ep),
+            dgrad=dgrad._replace(
+                recompute=recompute,
+                tp=tp_backward,
+                cp=cp_backward,
+                zero=zero_backward,
+                ep=ep_backward + ep_recompute,
+            ),
+            wgrad=wgrad,
+        )
+
+    def _with_host_wait(self, passes: PassTimes) -> PassTimes:
+        """A device that finishes before its host has launched the next kernel waits, in each pass alike. A CPU is its
+        own host: it launches and computes in turn, so that launching hides behind nothing."""
+        forward, dgrad, wgrad = passes
+        busy = 0.0 if self.software.computes_itself else forward.total + dgrad.total + wgrad.total
+        wait = max(0.0, self.host_launch_seconds - busy)
+        forward_fraction = 1 / (self._forward_passes + 1)
+        return PassTimes(
+            forward=forward._replace(host=forward_fraction * wait),
+            dgrad=dgrad._replace(host=(1 - forward_fraction) * wait),
+            wgrad=wgrad,
         )
 
     @property
+    def _forward_passes(self) -> int:
+        return 2 if self.layout.recompute == "full" else 1
+
+    @property
+    def host_launch_seconds(self) -> float:
+        """Seconds in which the host launches a block's passes, forward and backward."""
+        software = self.software
+        if self.moe is not None and software.experts.graphs:
+            return 0.0
+        measured = self.device.achieved.host if software.computes_itself else 0.0
+        one_pass = measured or software.host * software.achieved.host
+        if self.moe is not None:
+            one_pass += (measured or software.achieved.host) * software.experts.host
+        return (self._forward_passes + 1) * one_pass
+
+    def grad_accumulation_seconds(self, parameters: float) -> float:
+        """Seconds of adding up gradients, where GEMMs do not add them as they write."""
+        return self.device.stream(parameters * self.software.accumulate_bytes, 0)
+
+    # ---- compute -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _gemm_slowdown(self) -> float:
+        return ROWWISE_FP8_SLOWDOWN if self.software.rowwise and self.precision == "fp8" else 1.0
+
+    def _gemm(self, m: int, n: int, k: int) -> float:
+        return self._gemm_slowdown * self.device.gemm(m, n, k, self.precision)
+
+    @cached_property
+    def _attention(self) -> tuple[float, float]:
+        """Forward and backward, for all queries of this rank; with cp, of its slowest rank."""
+        scores = self.operations.attention
+        if not scores.heads:
+            return 0.0, 0.0
+        if self.cp_method is not None:
+            work = self.cp_method.work
+            seconds = work.both if self.software.merges else work.attention
+            return seconds.forward, seconds.backward
+        return self.device.attention(
+            self.software.attention,
+            batch=self.samples,
+            heads=scores.heads,
+            head_dim=mean_head_dim(self.software, scores),
+            queries=self.seq,
+            mean_keys=scores.keys(self.seq / 2),
+        )
+
+    @cached_property
+    def cp_method(self) -> attention.Method | None:
+        """How attention is computed over the cp ranks, and what it costs; None without cp or attention."""
+        scores = self.operations.attention
+        if self.layout.cp == 1 or not scores.heads:
+            return None
+        degrees = msgspec.convert(self.layout.degrees, Layout)  # and nothing else, so that lru_cache hits
+        layer_attention = attention.LayerAttention(
+            seq=self.seq,
+            heads=scores.heads,
+            kv_heads=scores.kv_heads,
+            head_dim=scores.head_dim,
+            device=self.device,
+            topology=replace(self.topology, layout=degrees),
+            full_kernel=self.software.attention,
+            partial_kernel=self.software.cp_attention or self.software.attention,
+            samples=self.samples,
+            activation_bytes=self.activation_bytes,
+            accum_bytes=accum_bytes(self.activation_bytes),
+            window=scores.window,
+        )
+        return _cp_method(self.layout.cp_kind, layer_attention)
+
+    @cached_property
+    def _memory_bound(self) -> tuple[float, float]:
+        """Memory-bound kernels, forward and backward. The norms of q and k are not counted."""
+        software, operations = self.software, self.operations
+        norm_slowdown = software.achieved.norm if software.norm == "eager" else 1.0
+        norm = [norm_slowdown * bytes_ for bytes_ in getattr(MOVED[software.norm], self.spec.norm)]
+        bytes_per_feature = MOVED[software.pointwise]._asdict() | {"norm": norm}
+        # Inputs of low-precision matmuls are cast in forward, and once more, transposed, for the weight gradients.
+        read_once = [group[0] for group in operations.groups if group[0].dense]
+        cast = sum(matmul.inputs for matmul in read_once) * CAST.get(self.precision, 0.0)
+        cast += mla_concat_bytes(operations, software)
+        kernels = EAGER_KERNELS if software.pointwise == "eager" else FUSED_KERNELS
+
+        def seconds(direction: int) -> float:
+            elementwise = sum(
+                self.tokens
+                * operation.features_per_rank(self.layout.tp, self.layout.sp)
+                * bytes_per_feature.get(operation.kind, operation.moved)[direction]
+                for operation in operations.elementwise
+            )
+            bytes_ = elementwise + self.tokens * cast  # with activations of 2 bytes
+            return self.device.stream(self.activation_bytes / 2 * bytes_, kernels)
+
+        return seconds(0), seconds(1)
+
+    def _recompute_seconds(self, forward: Seconds, tp: float) -> float:
+        """Recomputation in backward: of the whole block, or of operations whose outputs are cheap to make and large."""
+        software = self.software
+        if self.layout.recompute == "full":
+            return forward.total + tp - (self._gemm(*self.gemms[-1]) if self._skips_last_gemm else 0.0)
+        if self.layout.recompute == "none":
+            return self._mla_recompute_seconds if software.remakes_heads and self.operations.latent else 0.0
+        if software.selective == "attention":
+            return forward.attention
+        return forward.memory + (0.5 * forward.gemm if software.selective == "half" else 0.0)
+
+    @property
+    def _skips_last_gemm(self) -> bool:
+        """Whether full recompute stops before a block's last GEMM, whose output no gradient needs."""
+        if not (self.software.stops_early and self.gemms):
+            return False
+        if self.layout.tp > 1 or self.layout.splits_backward:  # one step with a collective, or with a deferred wgrad
+            return False
+        # With ep=1 a shared expert comes last. With ep>1 it runs while tokens are in flight, and the combine is last.
+        return self.moe is None or (self.moe.experts.shared > 0 and self.layout.ep == 1)
+
+    @property
+    def _mla_recompute_seconds(self) -> float:
+        """Making MLA's heads of their latents again."""
+        gemms = sum(self._gemm(*shape) for shape in mla_up_projections(self.operations, self.tokens))
+        concat_bytes = mla_concat_bytes(self.operations, self.software)
+        return gemms + self.device.stream(self.activation_bytes / 2 * self.tokens * concat_bytes)
+
+    # ---- exposed collectives -----------------------------------------------------------------------------------------
+
+    def _exposed_tp(self, compute: PassTimes) -> tuple[float, float]:
+        """Forward and backward, without tp's collectives of experts."""
+        if self.layout.tp == 1:
+            return 0.0, 0.0
+        software, wgrad = self.software, compute.wgrad.gemm
+        # Async TP (all-gathers and GEMMs pipelined over peer memory) works inside a node only.
+        async_fraction = software.hides("tp") if self.topology.by_peers("tp") else 0.0
+        forward = exposed_seconds(self._tp_forward, compute.forward.gemm, async_fraction)
+        if async_fraction:
+            return forward, exposed_seconds(self._tp_backward, compute.dgrad.gemm + wgrad, async_fraction)
+        # The input gradients' collectives hide behind the weight gradients, unless the schedule defers these.
+        behind = 0.0 if self.layout.splits_backward else wgrad
+        overlap_fraction = max(software.hides("tp_backward"), software.achieved.tp_backward * (software.overlap.tp > 0))
+        return forward, exposed_seconds(self._tp_backward, behind, overlap_fraction)
+
+    @property
     def _tp_forward(self) -> float:
-        return self._over_tp((*self.collectives.mixer(), *self.collectives.mlp()))
+        return self._tp_seconds((*self.collectives.mixer(), *self.collectives.mlp()))
 
     @cached_property
     def _tp_backward(self) -> float:
-        return self._over_tp((*self.collectives.mixer_back(), *self.collectives.mlp_back()))
+        return self._tp_seconds((*self.collectives.mixer_back(), *self.collectives.mlp_back()))
 
-    def _over_tp(self, collectives: Iterable[Collective]) -> float:
+    def _tp_seconds(self, collectives: Iterable[Collective]) -> float:
         alike = Counter((sent.kind, sent.payload) for sent in collectives if sent.axis == "tp")
         return sum(self.topology.time(kind, "tp", payload, calls) for (kind, payload), calls in alike.items())
 
-    def _context(self) -> tuple[float, float]:
-        """The exposed exchange of keys and values; a recomputed block exchanges again."""
-        if self._over_ranks is None:
+    def _exposed_cp(self) -> tuple[float, float]:
+        """Forward and backward exchange of keys and values; full recompute repeats the forward one."""
+        method = self.cp_method
+        if method is None:
             return 0.0, 0.0
-        share = self.software.hides("cp") if self.layout.cp_kind == "ring" else 1.0
-        least, most = self._over_ranks.exposed, self._over_ranks.moving
+        overlap_fraction = self.software.hides("cp") if self.layout.cp_kind == "ring" else 1.0
         forward, backward = (
-            all_seconds - share * (all_seconds - rest) for all_seconds, rest in zip(most, least, strict=True)
+            moving - overlap_fraction * (moving - exposed)
+            for moving, exposed in zip(method.moving, method.exposed, strict=True)
         )
         return forward, backward + (forward if self.layout.recompute == "full" else 0.0)
 
-    def _sharded(self, forward: float, backward: float) -> tuple[float, float]:
-        """ZeRO 3: weights gathered in forward and backward, gradients scattered, in every microbatch."""
+    def _exposed_zero3(self, forward: float, backward: float) -> tuple[float, float]:
+        """ZeRO 3 in one microbatch: weights gathered behind `forward` and `backward` seconds, gradients scattered."""
         if not self.layout.fully_shards(self.spec):
             return 0.0, 0.0
         zero = ZeroCost(self.spec, self.software, self.topology)
-        free = max(0.0, backward - self.port)
-        gather, scatter = zero.in_block(self.own, forward, free, self.layout.recompute == "full")
-        return gather, scatter
+        free = max(0.0, backward - self.inter_node_backward_seconds)
+        full_recompute = self.layout.recompute == "full"
+        return zero.exposed_zero3_in_block(self.rank_params, forward, free, full_recompute=full_recompute)
 
     @cached_property
-    def port(self) -> float:
+    def inter_node_backward_seconds(self) -> float:
         """Seconds of a block's backward in which tp or cp holds the node's ports, so that dp cannot."""
         busy = 0.0
         if self.layout.tp > 1 and self.topology.across("tp"):
             busy += self._tp_backward
-        if self._over_ranks is not None and self.topology.across("cp"):
-            busy += self._over_ranks.moving[1]
+        if self.cp_method is not None and self.topology.across("cp"):
+            busy += self.cp_method.moving.backward
         return busy
 
-    @property
-    def mlp_backward_bytes(self) -> float:
-        """Bytes that a block's backward needs beside what is saved: gradients of the feed-forward part's intermediates
-        and largest weight; with tp, of both weights that share an input, and of that input, gathered."""
-        if not self.operations.matmuls:
-            return 0.0
-        down = self.operations.matmuls[-1]
-        bytes_ = self.activation_bytes * (2.0 * self.tokens * down.inputs + down.size)
-        if self.layout.tp > 1:
-            bytes_ += self.activation_bytes * (down.size + (2 if self.layout.sp else 1) * self.tokens * down.outputs)
-        return bytes_
-
-    @property
-    def cp_buffer_bytes(self) -> float:
-        """Bytes that cp needs beside the activations while attention runs."""
-        return self._over_ranks.buffers if self._over_ranks else 0.0
-
-    @property
-    def cp_backward_buffer_bytes(self) -> float:
-        """Bytes that cp needs beside the activations while attention runs backward."""
-        if self._over_ranks is None:
-            return 0.0
-        freed = self._over_ranks.stacked if self.layout.recompute == "full" else 0
-        return float(self._over_ranks.backward_buffers - freed)
-
-    @property
-    def own(self) -> ParamShare:
-        """Parameters of a block on one rank."""
-        return block_share(self.spec, self.layout.tp, self.layout.ep, self.kinds)
-
-    @property
-    def block_parameters(self) -> float:
-        return self.own.total
+    # ---- embedding and head ------------------------------------------------------------------------------------------
 
     @cached_property
-    def bottom(self) -> PassTimes:
-        """The embedding: rows looked up, and added into."""
+    def embedding(self) -> PassTimes:
+        """Rows looked up, and gradients added into them."""
         moved = 2.0 * self.activation_bytes * self.tokens * self.spec.hidden
-        sums, *gathers = self.collectives.embedding()
-        look = Seconds(memory=self.device.stream(moved, 2), tp=self._over_tp([sums]))
+        reduce, *gathers = self.collectives.embedding()
         table = head(self.spec).size / self.layout.tp * (self.spec.vocab > 1)
-        back = self.device.stream(2 * moved, 2) + self.added(table)
-        return PassTimes(look, Seconds(tp=self._over_tp(gathers)), Seconds(memory=back))
+        backward = self.device.stream(2 * moved, EMBEDDING_KERNELS) + self.grad_accumulation_seconds(table)
+        return PassTimes(
+            forward=Seconds(memory=self.device.stream(moved, EMBEDDING_KERNELS), tp=self._tp_seconds([reduce])),
+            dgrad=Seconds(tp=self._tp_seconds(gathers)),
+            wgrad=Seconds(memory=backward),
+        )
 
     @cached_property
-    def top(self) -> PassTimes:
+    def head_and_loss(self) -> PassTimes:
         """The last norm, the head and the loss."""
-        spec, t = self.spec, self.layout.tp
-        m, n, k = self.tokens, head(spec, t).outputs, spec.hidden
-        precision = "bf16" if self.precision in NARROW else self.precision  # the head is never in 8 bits
-        gathered = self.software.gathers_logits and t > 1
-        loss = self.device.stream(self.software.logit_bytes * m * (spec.vocab if gathered else n) / 2, 6)
-        *gathers, sums = self.collectives.head()  # the loss's own, a few bytes a token, are not counted
-        trade = (
-            self.topology.time("all-gather", "tp", float(self.activation_bytes) * m * spec.vocab) if gathered else 0.0
-        )
+        vocab, hidden, tokens = self.spec.vocab, self.spec.hidden, self.tokens
+        columns = head(self.spec, self.layout.tp).outputs  # of the vocabulary, on this rank
+        precision = "bf16" if self.precision in LOW_PRECISION_BYTES else self.precision  # never less for the head
+        gathers_logits = self.software.gathers_logits and self.layout.tp > 1
+        loss_bytes = self.software.logit_bytes * tokens * (vocab if gathers_logits else columns) / 2  # in each pass
+        loss = self.device.stream(loss_bytes, LOSS_KERNELS)
+        *gathers, reduce = self.collectives.head()  # the loss's own, a few bytes per token, are not counted
+        logits = 0.0
+        if gathers_logits:
+            logits = self.topology.time("all-gather", "tp", float(self.activation_bytes) * tokens * vocab)
+        gemm, dgrad, wgrad = _gemm_seconds(self.device, ((tokens, columns, hidden),), precision)
         return PassTimes(
-            Seconds(gemm=self.device.gemm(m, n, k, precision), memory=loss, tp=self._over_tp(gathers) + trade),
-            Seconds(gemm=self.device.gemm(m, k, n, precision), memory=loss, tp=self._over_tp([sums])),
-            Seconds(gemm=self.device.gemm(n, k, m, precision), memory=self.added(n * k)),
+            forward=Seconds(gemm=gemm, memory=loss, tp=self._tp_seconds(gathers) + logits),
+            dgrad=Seconds(gemm=dgrad, memory=loss, tp=self._tp_seconds([reduce])),
+            wgrad=Seconds(gemm=wgrad, memory=self.grad_accumulation_seconds(columns * hidden)),
         )
 
 
 @lru_cache(maxsize=4096)
-def _matmuls(device: Device, shapes: tuple[tuple[int, int, int], ...], precision: str) -> tuple[float, float, float]:
-    """Seconds forward, and backward for inputs and weights. Many layouts share the shapes."""
+def _gemm_seconds(
+    device: Device, shapes: tuple[tuple[int, int, int], ...], precision: str
+) -> tuple[float, float, float]:
+    """Forward, dgrad and wgrad of GEMMs with these forward shapes, which many layouts share."""
     return (
         sum(device.gemm(m, n, k, precision) for m, n, k in shapes),
         sum(device.gemm(m, k, n, precision) for m, n, k in shapes),
@@ -394,5 +447,5 @@ def _matmuls(device: Device, shapes: tuple[tuple[int, int, int], ...], precision
 
 
 @lru_cache(maxsize=4096)
-def _method(kind: ContextKind, case: attention.LayerAttention) -> attention.Method:
-    return {"ring": attention.ring, "allgather": attention.allgather, "ulysses": attention.ulysses}[kind](case)
+def _cp_method(kind: ContextKind, layer: attention.LayerAttention) -> attention.Method:
+    return {"ring": attention.ring, "allgather": attention.allgather, "ulysses": attention.ulysses}[kind](layer)

@@ -1,14 +1,13 @@
 """The collectives of one block, in the order in which a microbatch meets them: one list, and all else is a fold of it.
 
-    block = BlockCollectives(spec, layout, tokens=8192, compute=2, accum=4, kinds=spec.kinds(0))
+    block = BlockCollectives(spec, layout, tokens=8192, compute_bytes=2, accum_bytes=4, layer=spec.kinds(0))
     [sent.kind for sent in block.forward()]          # of one microbatch; recomputed() and backward() likewise
 
 `cost/traffic.py` adds up their bytes, `cost/block.py` and `cost/moe.py` their seconds, and the page shows them one by
 one. `parallel/` does not read this list: `fivefold verify` counts what it sends, and holds the two against each other.
 
 Letters: B sequences of a microbatch on one dp rank, S tokens of a sequence on one cp rank, E hidden, K the experts of
-a token. `compute` are the bytes of an element that is computed with, in which activations travel; `accum`, of float32
-or float64, those of what is summed on the way.
+a token.
 """
 
 import math
@@ -60,16 +59,16 @@ class BlockCollectives(RoutedTokens):
     spec: ModelSpec
     layout: Layout
     tokens: int  # B S
-    compute: int  # bytes
-    accum: int
-    kinds: Layer  # the block's mixer and MLP
+    compute_bytes: int  # per element of what is computed with, in which activations travel
+    accum_bytes: int  # per element of sums, in float32 at least
+    layer: Layer  # the block's mixer and MLP
     rows: RoutedRows = _NO_ROWS
     balanced: int = 0  # sequences of a microbatch whose loads a balance loss reads; 0: there is none
 
     @property
     def moe(self) -> bool:
         """Whether the MLP is one of experts."""
-        return self.kinds.routed
+        return self.layer.routed
 
     def forward(self) -> Iterator[Collective]:
         yield from self.mixer()
@@ -108,22 +107,22 @@ class BlockCollectives(RoutedTokens):
     @property
     def states(self) -> int:
         """Bytes of BSE, the residual stream of a microbatch."""
-        return self.tokens * self.spec.hidden * self.compute
+        return self.tokens * self.spec.hidden * self.compute_bytes
 
     @cached_property
-    def _own(self) -> BlockOperations:
+    def _operations(self) -> BlockOperations:
         """The operations of a tp rank."""
-        return block(self.spec, self.layout.tp, self.kinds)
+        return block(self.spec, self.layout.tp, self.layer)
 
     def _groups(self, kind: BlockKind | None) -> TensorGroups:
         """How tp divides a branch."""
-        return tensor_groups(self._own.of(kind.place)) if kind else TensorGroups()
+        return tensor_groups(self._operations.of(kind.place)) if kind else TensorGroups()
 
     @property
     def _squares(self) -> int:
         """Bytes of a token's squares of q and of k, where their norms are over all heads."""
-        normed = any(operation.kind == "qk_norm" for operation in self._own.elementwise)
-        return 2 * self.tokens * self.accum if normed and self.spec.qk_norm_over == "all" else 0
+        normed = any(operation.kind == "qk_norm" for operation in self._operations.elementwise)
+        return 2 * self.tokens * self.accum_bytes if normed and self.spec.qk_norm_over == "all" else 0
 
     @property
     def _mlp(self) -> str:
@@ -131,22 +130,22 @@ class BlockCollectives(RoutedTokens):
         return "the shared expert" if self.moe else "the MLP"
 
     def mixer(self) -> Iterator[Collective]:
-        if not self.kinds.attends:
-            yield from self._divided(self.kinds.mixer, "the mixer")
+        if not self.layer.attends:
+            yield from self._divided(self.layer.mixer, "the mixer")
             return
-        yield from self._divided(self.kinds.mixer, "q, k and v", "attention's output, summed over heads")
+        yield from self._divided(self.layer.mixer, "q, k and v", "attention's output, summed over heads")
 
     def mixer_back(self) -> Iterator[Collective]:
-        if not self.kinds.attends:
-            yield from self._divided_back(self.kinds.mixer, "the mixer")
+        if not self.layer.attends:
+            yield from self._divided_back(self.layer.mixer, "the mixer")
             return
-        yield from self._divided_back(self.kinds.mixer, "q, k and v", "attention's output")
+        yield from self._divided_back(self.layer.mixer, "q, k and v", "attention's output")
 
     def mlp(self) -> Iterator[Collective]:
-        return self._divided(self.kinds.mlp, self._mlp)
+        return self._divided(self.layer.mlp, self._mlp)
 
     def mlp_back(self) -> Iterator[Collective]:
-        return self._divided_back(self.kinds.mlp, self._mlp)
+        return self._divided_back(self.layer.mlp, self._mlp)
 
     def _divided(self, kind: BlockKind | None, name: str, output: str = "") -> Iterator[Collective]:
         """Before the column-parallel groups of a branch, and after its row-parallel linears."""
@@ -174,7 +173,7 @@ class BlockCollectives(RoutedTokens):
 
     def _between(self, kind: BlockKind | None, when: Literal["forward", "backward"]) -> Iterator[Collective]:
         """What attention sends: of the norms of q and k, and over cp."""
-        if kind is not self.kinds.mixer or not self.kinds.attends:
+        if kind is not self.layer.mixer or not self.layer.attends:
             return
         sent = list(self._context(when))
         if self._squares:
@@ -185,7 +184,7 @@ class BlockCollectives(RoutedTokens):
 
     def _bytes(self, features: int) -> int:
         """Of so many features of a microbatch's tokens."""
-        return self.tokens * features * self.compute
+        return self.tokens * features * self.compute_bytes
 
     def _tp(self, when: When, what: str, kind: Kind, payload: int) -> Collective:
         return Collective(when, what, "tp", kind, 1, payload)
@@ -214,17 +213,17 @@ class BlockCollectives(RoutedTokens):
         """The loss, a slice of the tokens at a time: the largest sum of exponentials of each; then all of them and
         `loss_sums` sums over the words: of cross-entropy the target's logit, and for label smoothing all logits."""
         for part in slices(self.tokens, -(-self.spec.vocab // self.layout.tp)):
-            yield self._tp("forward", "largest logits", "all-reduce", len(part) * self.accum)
-            sums = (1 + loss_sums) * len(part) * self.accum
+            yield self._tp("forward", "largest logits", "all-reduce", len(part) * self.accum_bytes)
+            sums = (1 + loss_sums) * len(part) * self.accum_bytes
             yield self._tp("forward", "sums of exponentials and logits of targets", "all-reduce", sums)
 
     # ---- context parallelism -----------------------------------------------------------------------------------------
 
     def _context(self, when: Literal["forward", "backward"]) -> Iterator[Collective]:
-        layout, own = self.layout, self._own.attention
+        layout, scores = self.layout, self._operations.attention
         if layout.cp > 1:
-            head = self.tokens * own.head_dim
-            sizes = (head, own.heads, own.kv_heads, self.compute, self.accum)
+            head = self.tokens * scores.head_dim
+            sizes = (head, scores.heads, scores.kv_heads, self.compute_bytes, self.accum_bytes)
             yield from context(layout.cp_kind, layout.cp, *sizes)[when]
 
     # ---- experts -----------------------------------------------------------------------------------------------------
@@ -248,12 +247,12 @@ class BlockCollectives(RoutedTokens):
 
     def _rows(self, when: When, what: str, going: int) -> Collective:
         """An all-to-all of rows, of which `going` are this rank's; the payload is the larger side."""
-        row = self.spec.hidden * self.compute
+        row = self.spec.hidden * self.compute_bytes
         return self._ep(when, what, "all-to-all", max(self.rows) * row)._replace(sent=(going - self.rows.kept) * row)
 
     def _gather_slices(self, when: When, what: str) -> Iterator[Collective]:
         if not self.layout.sp:
-            payload = self.layout.tp * self.routed * self.spec.hidden * self.compute
+            payload = self.layout.tp * self.routed * self.spec.hidden * self.compute_bytes
             yield self._tp(when, what, "all-gather", payload)
 
     def slices_back(self) -> Iterator[Collective]:
@@ -277,34 +276,36 @@ class BlockCollectives(RoutedTokens):
             yield self._rows("forward", "tokens, to their experts", self.rows.sent)
             return
         tokens, choices = self._gathered
-        yield self._ep("forward", "all ranks' tokens", "all-gather", tokens * self.compute)
-        yield self._ep("forward", "their weights", "all-gather", choices * self.accum)
+        yield self._ep("forward", "all ranks' tokens", "all-gather", tokens * self.compute_bytes)
+        yield self._ep("forward", "their weights", "all-gather", choices * self.accum_bytes)
         yield self._ep("forward", "their choices", "all-gather", choices * _COUNT)
 
     def combine(self) -> Iterator[Collective]:
         if self.layout.dispatch == "alltoall":
             yield self._rows("forward", "outputs of experts, back", self.rows.received)
         else:
-            yield self._ep("forward", "outputs of experts, summed", "reduce-scatter", self._gathered[0] * self.accum)
+            yield self._ep(
+                "forward", "outputs of experts, summed", "reduce-scatter", self._gathered[0] * self.accum_bytes
+            )
         yield from self._gather_slices("forward", "all tokens of the sequence")
 
     def combine_back(self) -> Iterator[Collective]:
         if self.layout.dispatch == "alltoall":
             yield self._rows("backward", "gradients, to the experts", self.rows.sent)
         else:
-            yield self._ep("backward", "all ranks' gradients", "all-gather", self._gathered[0] * self.accum)
+            yield self._ep("backward", "all ranks' gradients", "all-gather", self._gathered[0] * self.accum_bytes)
 
     def dispatch_back(self) -> Iterator[Collective]:
         if self.layout.dispatch == "alltoall":
             yield self._rows("backward", "gradients of tokens, back", self.rows.received)
             return
         tokens, choices = self._gathered
-        yield self._ep("backward", "gradients of tokens, summed", "reduce-scatter", tokens * self.accum)
-        yield self._ep("backward", "gradients of their weights, summed", "reduce-scatter", choices * self.accum)
+        yield self._ep("backward", "gradients of tokens, summed", "reduce-scatter", tokens * self.accum_bytes)
+        yield self._ep("backward", "gradients of their weights, summed", "reduce-scatter", choices * self.accum_bytes)
 
 
 def context(
-    kind: ContextKind, ranks: int, head: int, heads: int, kv_heads: int, compute: int, accum: int
+    kind: ContextKind, ranks: int, head: int, heads: int, kv_heads: int, compute_bytes: int, accum_bytes: int
 ) -> dict[Literal["forward", "backward"], list[Collective]]:
     """Keys and values round the ring, gathered, or traded for heads (`parallel/context.py` says how each works). `head`
     are the elements of one head of a rank's tokens, heads are those of a tp rank."""
@@ -315,7 +316,7 @@ def context(
     pair = 2 * head * kv_heads  # keys and values
     if kind == "ring":
         # Round once in each forward and once in backward; their gradient follows, and travels one step further, home.
-        keys, gradients = pair * compute, pair * accum
+        keys, gradients = pair * compute_bytes, pair * accum_bytes
         return {
             "forward": [cp("forward", "keys and values, round the ring", "send", ranks - 1, keys)],
             "backward": [
@@ -324,7 +325,7 @@ def context(
             ],
         }
     if kind == "allgather":
-        keys, gradients = ranks * pair * compute, ranks * pair * accum
+        keys, gradients = ranks * pair * compute_bytes, ranks * pair * accum_bytes
         return {
             "forward": [cp("forward", "all ranks' keys and values", "all-gather", 1, keys)],
             "backward": [
@@ -333,7 +334,7 @@ def context(
             ],
         }
     # Queries, keys and values one way, outputs the other; kv heads are repeated until the ranks divide them.
-    there, back = head * (heads + 2 * math.lcm(kv_heads, ranks)) * compute, head * heads * compute
+    there, back = head * (heads + 2 * math.lcm(kv_heads, ranks)) * compute_bytes, head * heads * compute_bytes
     return {
         "forward": [
             cp("forward", "q, k and v: tokens for heads", "all-to-all", 1, there),

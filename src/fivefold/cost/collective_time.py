@@ -118,19 +118,20 @@ class Topology:
 
     def bandwidth(self, axis: str) -> float:
         """Bytes/s that one rank passes on in a large collective."""
-        card, reached, reach = self.device.accelerator, self.device.reached, self.reaches[axis]
-        inside = card.inside.bandwidth * reached.inside
-        return inside if reach.nodes == 1 else min(inside, reach.together * card.across.bandwidth * reached.across)
+        card, achieved, reach = self.device.accelerator, self.device.achieved, self.reaches[axis]
+        inside = card.inside.bandwidth * achieved.inside
+        return inside if reach.nodes == 1 else min(inside, reach.together * card.across.bandwidth * achieved.across)
 
     def time(self, kind: Kind, axis: str, payload: float, calls: int = 1) -> float:
         """Seconds of collectives that are handed `payload` bytes each."""
-        card, reached, reach = self.device.accelerator, self.device.reached, self.reaches[axis]
+        card, achieved, reach = self.device.accelerator, self.device.achieved, self.reaches[axis]
         n = reach.ranks
         if n == 1 or calls == 0:
             return 0.0
         if kind == "send":
-            link, share = (card.across, reached.across) if reach.nodes > 1 else (card.inside, reached.inside)
-            return calls * (link.latency + payload / (link.bandwidth * share))
+            if reach.nodes > 1:
+                return calls * (card.across.latency + payload / (card.across.bandwidth * achieved.across))
+            return calls * (card.inside.latency + payload / (card.inside.bandwidth * achieved.inside))
         if kind == "all-to-all":
             return calls * self._trade(reach, payload)
         inner, outer = card.inside.latency, card.across.latency
@@ -146,11 +147,11 @@ class Topology:
 
     def _trade(self, reach: Reach, payload: float) -> float:
         """All-to-all: what is for other nodes differs from rank to rank, and each rank's leaves by its own port."""
-        inside, across, reached = self.device.accelerator.inside, self.device.accelerator.across, self.device.reached
-        near = payload * (reach.together - 1) / reach.ranks / (inside.bandwidth * reached.inside)
+        inside, across, achieved = self.device.accelerator.inside, self.device.accelerator.across, self.device.achieved
+        near = payload * (reach.together - 1) / reach.ranks / (inside.bandwidth * achieved.inside)
         if reach.nodes == 1:
             return inside.latency + near
-        far = payload * (reach.ranks - reach.together) / reach.ranks / (across.bandwidth * reached.across)
+        far = payload * (reach.ranks - reach.together) / reach.ranks / (across.bandwidth * achieved.across)
         return across.latency + max(near, far)
 
 
@@ -202,7 +203,7 @@ NCCL_BASE = 6.8e-6
 def flagged(topology: Topology) -> Topology:
     own = topology.device.accelerator
     links = structs.replace(own, inside=_flagged(own.inside), across=_flagged(own.across))
-    return replace(topology, device=Device(links, topology.device.reached))
+    return replace(topology, device=Device(links, topology.device.achieved))
 
 
 def _flagged(link: Link) -> Link:

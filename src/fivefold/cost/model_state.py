@@ -139,7 +139,8 @@ def state_of(
         alike[param.fsdp_axis, exact, states].append(param)
     held = [State(0, 0, 0)]
     for (axis, exact, states), parts in alike.items():
-        place, ranks = at.fsdp if axis == "fsdp" else at.efsdp, layout.size(axis)
+        place = at.fsdp if axis == "fsdp" else at.efsdp
+        ranks = layout.size(axis)
         each = Accounting.of(wide if exact else dtype, states)
         full = sum(param.size for param in parts)
         owned = sum(math.prod(map(len, param.share(ranks, place))) for param in parts)

@@ -1,7 +1,7 @@
-"""What a mixture of experts adds to a block: grouped matmuls, router, rearranging, all-to-alls; and who holds what.
+"""What a mixture of experts adds to a block: grouped GEMMs, router, permutation, all-to-alls; and who holds what.
 
-    mixture = MoEBlock(spec, kinds, layout, device, topology, software, 4096, 2, "bf16")    # tokens, and bytes of each
-    mixture.matmuls        # seconds forward, and backward for inputs and weights
+    moe = MoEBlock(spec=spec, layer=layer, layout=layout, ..., tokens=4096, activation_bytes=2, precision="bf16")
+    moe.gemm_seconds        # seconds of forward, dgrad and wgrad
 
 A rank routes the tokens that it has of a microbatch (with tp, its part of them), each to K of X experts, of which X/ep
 are on a rank. Without imbalance a rank receives as many rows as it sends. The most loaded rank computes, receives and
@@ -10,7 +10,7 @@ load is even.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -27,11 +27,12 @@ from fivefold.spec.blocks import Experts
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Matmul, block
 from fivefold.spec.pattern import Layer
+from fivefold.support.dtypes import accum_bytes
 from fivefold.support.errors import UserError
 
 # Of the rate of one matmul of the same tiles: 0.73 to 1.02, the mean of ten on one H200 (torch 2.11): up, down and
 # the gradients of their weights, of Qwen3-30B, DeepSeek-V3 and Mixtral.
-GROUPED = 0.89
+GROUPED_GEMM_EFFICIENCY = 0.89
 
 
 class ParamShare(NamedTuple):
@@ -47,9 +48,9 @@ class ParamShare(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def block_share(spec: ModelSpec, tp: int, ep: int, kinds: Layer) -> ParamShare:
-    """Parameters of a block of these kinds. Norms count as if tp divided them."""
-    params = list(spec.block_parameters(spec.first(kinds)))
+def block_share(spec: ModelSpec, tp: int, ep: int, layer: Layer) -> ParamShare:
+    """Parameters of a block. Norms count as if tp divided them."""
+    params = list(spec.block_parameters(spec.first(layer)))
     of_experts = sum(param.size for param in params if param.experts)
     # Routers, and linears to latents, are whole on every rank.
     replicated = sum(
@@ -65,20 +66,20 @@ def stage_share(spec: ModelSpec, tp: int, ep: int, stage: Stage) -> ParamShare:
     """Parameters of a stage, with the embedding and the head where it has them."""
     table = spec.vocab * spec.hidden
     learned = spec.context * spec.hidden * (spec.positions == "learned")
-    bottom = (table + learned) if stage.first else 0
-    top = spec.hidden + (0 if stage.first and spec.tied else table) if stage.last else 0
-    shares = [(block_share(spec, tp, ep, kinds), count) for kinds, count in spec.counted(stage.layers).items()]
-    dense = sum((count * share.dense for share, count in shares), (bottom + top) / tp)
+    embedding = (table + learned) if stage.first else 0
+    head = spec.hidden + (0 if stage.first and spec.tied else table) if stage.last else 0
+    shares = [(block_share(spec, tp, ep, layer), count) for layer, count in spec.counted(stage.layers).items()]
+    dense = sum((count * share.dense for share, count in shares), (embedding + head) / tp)
     return ParamShare(dense, sum(count * share.experts for share, count in shares))
 
 
-def mixture_matmuls(spec: ModelSpec, kinds: Layer, tp: int = 1) -> list[Matmul]:
-    """Those of the mixture of experts of such a layer: the router's, the experts' and the shared one's."""
-    return block(spec, tp, kinds).of(kinds.mlp.place if kinds.mlp else "")
+def moe_matmuls(spec: ModelSpec, layer: Layer, tp: int = 1) -> list[Matmul]:
+    """The matmuls of a layer's mixture of experts: the router's, the experts' and the shared one's."""
+    return block(spec, tp, layer).of(layer.mlp.place if layer.mlp else "")
 
 
-def expert_matmuls(spec: ModelSpec, kinds: Layer) -> list[Matmul]:
-    return [matmul for matmul in mixture_matmuls(spec, kinds) if matmul.experts]
+def expert_matmuls(spec: ModelSpec, layer: Layer) -> list[Matmul]:
+    return [matmul for matmul in moe_matmuls(spec, layer) if matmul.experts]
 
 
 def collapsed(experts: Experts, ep: int) -> float:
@@ -103,100 +104,104 @@ def _at_most(ranks: int, here: int, chosen: int, most: int) -> float:
     return ways[chosen] / math.comb(ranks * here, chosen)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MoEBlock(ExpertLoad):
-    """The mixture of one block of these kinds, for a microbatch of `tokens` on a cp rank."""
+    """The mixture of experts of one block, for a microbatch of `tokens` on a cp rank."""
 
     spec: ModelSpec
-    kinds: Layer
+    layer: Layer
     layout: Layout
     device: Device
     topology: Topology
     software: SoftwareProfile
     tokens: int
-    activation_bytes: int  # of one element
+    activation_bytes: int  # per element
     precision: str
     imbalance: float = 1.0
 
     @property
     def kernels(self) -> ExpertKernels:
-        own = self.software.experts
-        return own.alone if own.alone is not None and self.layout.ep == 1 else own
+        experts = self.software.experts
+        return experts.alone if experts.alone is not None and self.layout.ep == 1 else experts
 
     @cached_property
     def products(self) -> tuple[tuple[int, int], ...]:
         """Outputs and inputs of the experts' matmuls; those that read the same are one, if the software joins them."""
-        own = expert_matmuls(self.spec, self.kinds)
-        *columns, down = own
+        matmuls = expert_matmuls(self.spec, self.layer)
         if self.software.columns_apart:
-            return tuple((matmul.outputs, matmul.inputs) for matmul in own)
+            return tuple((matmul.outputs, matmul.inputs) for matmul in matmuls)
+        *columns, down = matmuls
         return (sum(matmul.outputs for matmul in columns), columns[0].inputs), (down.outputs, down.inputs)
 
     @cached_property
-    def matmuls(self) -> tuple[float, float, float]:
-        """Seconds of the experts' products and of the router's: forward, and backward for inputs and weights."""
+    def gemm_seconds(self) -> tuple[float, float, float]:
+        """Seconds of the GEMMs of experts and router: forward, dgrad and wgrad."""
         m, n, k = self.routed, self.experts.count, self.spec.hidden
-        kind = "fp32" if self.kernels.wide_router and self.activation_bytes == 2 else self._wide_precision
-        shapes = ((m, n, k), (m, k, n), (n, k, m))
-        forward, inputs, weights = (
-            own + self.device.gemm(*shape, kind) for own, shape in zip(self.computing, shapes, strict=True)
+        precision = "fp32" if self.kernels.wide_router and self.activation_bytes == 2 else self._router_precision
+        forward, dgrad, wgrad = self.expert_gemm_seconds
+        return (
+            forward + self.device.gemm(m, n, k, precision),
+            dgrad + self.device.gemm(m, k, n, precision),
+            wgrad + self.device.gemm(n, k, m, precision),
         )
-        return forward, inputs, weights
 
     @cached_property
-    def computing(self) -> tuple[float, float, float]:
-        """Seconds of the experts' own products among `matmuls`."""
-        here = self.experts.count // self.layout.ep
-        each = max(1, math.ceil(self.rows / here))
-        seconds = [0.0, 0.0, 0.0]
+    def expert_gemm_seconds(self) -> tuple[float, float, float]:
+        """Seconds of the experts' GEMMs alone."""
+        local_experts = self.experts.count // self.layout.ep
+        m = max(1, math.ceil(self.rows / local_experts))
+        forward = dgrad = wgrad = 0.0
         for n, k in self.products:
-            for at, shape in enumerate(((each, n, k), (each, k, n), (n, k, each))):
-                seconds[at] += self._grouped(*shape, here)
-        return seconds[0], seconds[1], seconds[2]
+            forward += self._grouped_gemm(m, n, k, local_experts)
+            dgrad += self._grouped_gemm(m, k, n, local_experts)
+            wgrad += self._grouped_gemm(n, k, m, local_experts)
+        return forward, dgrad, wgrad
 
     @property
-    def _wide_precision(self) -> str:
-        """The router's precision, which is never 8 bits."""
+    def _router_precision(self) -> str:
+        """Never 8 bits."""
         return "bf16" if self.precision in CAST else self.precision
 
-    def _grouped(self, m: int, n: int, k: int, groups: int) -> float:
+    def _grouped_gemm(self, m: int, n: int, k: int, groups: int) -> float:
         if not self.kernels.grouped:
             return groups * self.device.gemm(m, n, k, self.precision)
-        launch = self.device.reached.launch
-        return (self.device.gemm(m, n, k, self.precision, groups) - launch) / GROUPED + launch
+        launch = self.device.achieved.launch
+        return (self.device.gemm(m, n, k, self.precision, groups) - launch) / GROUPED_GEMM_EFFICIENCY + launch
 
     @cached_property
-    def memory(self) -> tuple[float, float]:
+    def memory_seconds(self) -> tuple[float, float]:
         """Seconds of what is bound by memory, forward and backward: choosing, rearranging, casting, adding up; and of
         the experts' activation what the most loaded rank has beyond the mean."""
         kernels, software = self.kernels, self.software
         moved = MOVED[software.pointwise]
         inner, gated = self.products[-1][1], self.spec.activation.startswith("swiglu")
         more = self.rows - self.slots
-        # Inputs forward and gradients backward, each written as it lies and transposed, once more than it is elsewhere.
-        narrow = 0.0 if kernels.fused_casts else CAST.get(self.precision, -1.0) + 1
-        cast = tuple(narrow * self.rows * sum(shape[at] for shape in self.products) for at in (1, 0))
+        # Inputs in forward and gradients in backward are each written as they lie and transposed: one write more than
+        # dense matmuls have.
+        cast_bytes = 0.0 if kernels.fused_casts else CAST.get(self.precision, -1.0) + 1
+        cast = tuple(cast_bytes * self.rows * sum(shape[side] for shape in self.products) for side in (1, 0))
         choice = kernels.scores / 2 * self.routed * self.experts.count
-        seconds = []
-        for at in (0, 1):
-            per_row = kernels.rearranged[at] * self.spec.hidden
-            bytes_ = per_row * (self.slots + (2 * self.rows if self.sorts else 0))  # there, back; and once on the way
-            bytes_ += self._summed(at)
-            bytes_ += (moved.swiglu if gated else moved.gelu)[at] * more * inner
-            seconds.append(
-                self.device.stream(self.activation_bytes / 2 * (bytes_ + cast[at]) + choice, kernels.kernels)
-            )
-        return seconds[0], seconds[1]
 
-    def _summed(self, at: int) -> float:
-        """Bytes, of 2-byte activations, of adding up what experts said: forward, and backward."""
-        return self.kernels.summed[at] * self.slots * self.spec.hidden
+        def seconds(direction: int) -> float:
+            per_row = kernels.rearranged[direction] * self.spec.hidden
+            bytes_ = per_row * (self.slots + (2 * self.rows if self.sorts else 0))  # there, back; and once on the way
+            bytes_ += self._summed(direction)
+            bytes_ += (moved.swiglu if gated else moved.gelu)[direction] * more * inner
+            bytes_ = self.activation_bytes / 2 * (bytes_ + cast[direction]) + choice
+            return self.device.stream(bytes_, kernels.kernels)
+
+        return seconds(0), seconds(1)
+
+    def _summed(self, direction: int) -> float:
+        """Bytes, of 2-byte activations, that adding up experts' outputs moves: forward (0), and backward (1)."""
+        return self.kernels.summed[direction] * self.slots * self.spec.hidden
 
     @property
-    def summing(self) -> tuple[float, float]:
-        """Seconds of that alone: behind the last message of a forward pass, before the first of a backward pass."""
-        forward, backward = (self.device.stream(self.activation_bytes / 2 * self._summed(at), 0) for at in (0, 1))
-        return forward, backward
+    def summing_seconds(self) -> tuple[float, float]:
+        """Seconds of adding up experts' outputs alone: behind the last message of a forward pass, before the first of a
+        backward pass."""
+        forward, backward = (self.activation_bytes / 2 * self._summed(direction) for direction in (0, 1))
+        return self.device.stream(forward, 0), self.device.stream(backward, 0)
 
     @property
     def sorts(self) -> bool:
@@ -208,69 +213,70 @@ class MoEBlock(ExpertLoad):
         """The collectives of one microbatch; the most loaded rank receives `rows`."""
         rows = RoutedRows(self.slots, round(self.rows), round(self.rows / self.layout.ep))
         return BlockCollectives(
-            self.spec,
-            self.layout,
-            self.tokens,
-            self.activation_bytes,
-            max(4, self.activation_bytes),
-            self.kinds,
+            spec=self.spec,
+            layout=self.layout,
+            tokens=self.tokens,
+            compute_bytes=self.activation_bytes,
+            accum_bytes=accum_bytes(self.activation_bytes),
+            layer=self.layer,
             rows=rows,
         )
 
     @cached_property
-    def sent(self) -> tuple[float, float]:
+    def ep_seconds(self) -> tuple[float, float]:
         """Seconds of the all-to-alls (or gathers) over ep of one forward pass and of one backward pass."""
-        return self._both("ep")
+        return self._forward_backward("ep")
 
     @cached_property
-    def gathered(self) -> tuple[float, float]:
+    def tp_seconds(self) -> tuple[float, float]:
         """Seconds of tp's gathers of the slices that its ranks have routed."""
-        return self._both("tp")
+        return self._forward_backward("tp")
 
-    def _both(self, axis: str) -> tuple[float, float]:
-        of = self.collectives
-        forward, backward = (*of.dispatch(), *of.combine()), (*of.combine_back(), *of.dispatch_back())
-        return self.seconds(forward, axis), self.seconds((*backward, *of.slices_back()), axis)
+    def _forward_backward(self, axis: str) -> tuple[float, float]:
+        sent = self.collectives
+        forward = (*sent.dispatch(), *sent.combine())
+        backward = (*sent.combine_back(), *sent.dispatch_back(), *sent.slices_back())
+        return self.seconds(forward, axis), self.seconds(backward, axis)
 
     def seconds(self, collectives: Iterable[Collective], axis: str) -> float:
         """Seconds of the collectives over one axis."""
         if self.layout.size(axis) == 1:
             return 0.0
         return sum(
-            self._trade(sent.payload)
+            self._all_to_all_seconds(sent.payload)
             if sent.kind == "all-to-all"
             else self.topology.time(sent.kind, axis, sent.payload)
             for sent in collectives
             if sent.axis == axis
         )
 
-    def _trade(self, payload: float) -> float:
-        """Seconds of an all-to-all over ep. Where a token travels once to each rank, and once to each node, fewer bytes
-        leave them: those of several experts are copied where they arrive."""
+    def _all_to_all_seconds(self, payload: float) -> float:
+        """Seconds over ep. Where a token travels once to each rank, and once to each node, fewer bytes leave them: it
+        is copied for several experts where it arrives."""
         reach = self.topology.reaches["ep"]
         if not self.kernels.once:
             return self.topology.time("all-to-all", "ep", payload)
         ranks, nodes = (payload * self._visited(many) / self.experts.top_k for many in (reach.ranks, reach.nodes))
         if reach.nodes == 1:
             return self.topology.time("all-to-all", "ep", ranks)
-        card, reached = self.device.accelerator, self.device.reached
-        return max(ranks / (card.inside.bandwidth * reached.inside), self.topology.time("all-to-all", "ep", nodes))
+        card, achieved = self.device.accelerator, self.device.achieved
+        return max(ranks / (card.inside.bandwidth * achieved.inside), self.topology.time("all-to-all", "ep", nodes))
 
     def _visited(self, places: int) -> float:
         """Ranks, or nodes, that a token's experts lie on, on average; groups of experts keep it to a part of them."""
-        own = self.experts
-        open_ = max(1.0, places * own.top_groups / own.groups) if own.groups > 1 else float(places)
-        return open_ * (1 - (1 - 1 / open_) ** own.top_k)
+        experts = self.experts
+        open_ = max(1.0, places * experts.top_groups / experts.groups) if experts.groups > 1 else float(places)
+        return open_ * (1 - (1 - 1 / open_) ** experts.top_k)
 
 
-def dense_gemms(own: tuple[Matmul, ...], tokens: int, apart: bool, part: int) -> list[tuple[int, int, int]]:
-    """Rows, columns and inner dimension of the forward GEMMs that belong to no expert and no router. `part` ranks
-    divide the tokens of what all of them compute alike (sp)."""
+def dense_gemms(matmuls: Sequence[Matmul], tokens: int, apart: bool, sp_degree: int) -> list[tuple[int, int, int]]:
+    """Rows, columns and inner dimension of the forward GEMMs that belong to no expert and no router. Of those that all
+    tp ranks compute alike, each has its part of the tokens under sp."""
     gemms: list[tuple[str, int, int, int]] = []
-    for matmul in own:
+    for matmul in matmuls:
         if not matmul.dense:
             continue
-        rows = tokens // part if matmul.tp == "replicated" else tokens
+        rows = tokens // sp_degree if matmul.tp == "replicated" else tokens
         if not apart and gemms and gemms[-1][:2] == (matmul.reads, rows):
             gemms[-1] = (matmul.reads, rows, gemms[-1][2] + matmul.outputs, matmul.inputs)
         else:
@@ -281,7 +287,7 @@ def dense_gemms(own: tuple[Matmul, ...], tokens: int, apart: bool, part: int) ->
 # ---- travel ---------------------------------------------------------------------------------------------------------
 # What runs beside the experts' messages: the shared expert, and in a joined pair the other half's compute.
 #
-#     travel = Travel(mixture)
+#     travel = Travel(moe)
 #     travel.hidden                                   # by the shared expert, in a forward and a backward pass
 #     travel.forward(seconds)                         # a block's pass as `schedules/costs.py` plays it
 #
@@ -302,8 +308,8 @@ class Shared(NamedTuple):
     """Seconds of the expert that all tokens visit."""
 
     forward: float = 0.0
-    inputs: float = 0.0
-    weights: float = 0.0
+    dgrad: float = 0.0
+    wgrad: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -315,48 +321,48 @@ class Travel:
     @cached_property
     def messages(self) -> Messages:
         """All but the numbers of tokens that each expert gets: they go first, and are waited for."""
-        share = self.of.software.hides_experts
-        if not share or self.of.layout.ep == 1:
+        overlap_fraction = self.of.software.hides_experts
+        if not overlap_fraction or self.of.layout.ep == 1:
             return Messages()
         sent = self.of.collectives
         ways = sent.tokens_to_experts(), sent.combine(), sent.combine_back(), sent.dispatch_back()
-        return Messages(*(share * self.of.seconds(way, "ep") for way in ways))
+        return Messages(*(overlap_fraction * self.of.seconds(way, "ep") for way in ways))
 
     @cached_property
     def shared(self) -> Shared:
         of = self.of
-        own = [matmul for matmul in mixture_matmuls(of.spec, of.kinds, of.layout.tp) if matmul.dense]
-        forward = inputs = weights = 0.0
-        if not own:
+        matmuls = [matmul for matmul in moe_matmuls(of.spec, of.layer, of.layout.tp) if matmul.dense]
+        if not matmuls:
             return Shared()
-        for m, n, k in dense_gemms(tuple(own), of.tokens, of.software.columns_apart, 1):
+        forward = dgrad = wgrad = 0.0
+        for m, n, k in dense_gemms(matmuls, of.tokens, of.software.columns_apart, sp_degree=1):
             forward += of.device.gemm(m, n, k, of.precision)
-            inputs += of.device.gemm(m, k, n, of.precision)
-            weights += of.device.gemm(n, k, m, of.precision)
-        kinds = MOVED[of.software.pointwise]
-        each = kinds.swiglu if of.spec.activation.startswith("swiglu") else kinds.gelu
-        elements = of.activation_bytes / 2 * of.tokens * own[-1].inputs
-        activation, activation_back = (of.device.stream(moved * elements) for moved in each)
-        return Shared(forward + activation, inputs + activation_back, weights)
+            dgrad += of.device.gemm(m, k, n, of.precision)
+            wgrad += of.device.gemm(n, k, m, of.precision)
+        moved = MOVED[of.software.pointwise]
+        bytes_per_element = moved.swiglu if of.spec.activation.startswith("swiglu") else moved.gelu
+        elements = of.activation_bytes / 2 * of.tokens * matmuls[-1].inputs
+        activation, activation_backward = (of.device.stream(bytes_ * elements) for bytes_ in bytes_per_element)
+        return Shared(forward + activation, dgrad + activation_backward, wgrad)
 
     @cached_property
     def hidden(self) -> tuple[float, float]:
-        """Seconds that the shared expert hides, forward and backward; weight gradients that are put off do not."""
-        back = self.shared.inputs + (0.0 if self.of.layout.splits_backward else self.shared.weights)
+        """Seconds that the shared expert hides, forward and backward; deferred weight gradients hide nothing."""
+        back = self.shared.dgrad + (0.0 if self.of.layout.splits_backward else self.shared.wgrad)
         return min(self.messages.dispatch, self.shared.forward), min(self.messages.dispatch_back, back)
 
     def forward(self, seconds: float) -> Segments:
         """A block's forward pass, which takes so long without any overlap."""
         there, back, *_ = self.messages
-        made, added = self.of.computing[0], self.of.summing[0]
+        made, added = self.of.expert_gemm_seconds[0], self.of.summing_seconds[0]
         before = seconds - sum((there, back, self.shared.forward, made, added))
         return Segment(before, there, self.shared.forward), Segment(made, back), Segment(added)
 
     def backward(self, seconds: float) -> Segments:
         """Its backward pass, the gradients of the weights in their places; likewise, and without recomputation."""
         *_, back, there = self.messages
-        _, inputs, weights = self.of.computing
-        made, added, shared = inputs + weights, self.of.summing[1], self.shared.inputs + self.shared.weights
+        _, dgrad, wgrad = self.of.expert_gemm_seconds
+        made, added, shared = dgrad + wgrad, self.of.summing_seconds[1], self.shared.dgrad + self.shared.wgrad
         rest = seconds - sum((back, there, shared, made, added))
         return Segment(added, back), Segment(made, there, shared), Segment(rest)
 

@@ -20,9 +20,14 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from fivefold.cost.activations import MoEMemory, SavedActivations, deferred_wgrad_bytes, saved_activations
-from fivefold.cost.forms import ZeroCost
-from fivefold.cost.kernels import plus, times
+from fivefold.cost.activations import (
+    ExpertActivationMemory,
+    SavedActivations,
+    deferred_wgrad_bytes,
+    saved_activations,
+)
+from fivefold.cost.block import BlockCost
+from fivefold.cost.closed_forms import ZeroCost
 from fivefold.cost.model_state import State
 from fivefold.cost.moe import ParamShare
 from fivefold.cost.software import SoftwareProfile
@@ -34,6 +39,8 @@ from fivefold.schedules.actions import FORWARD, WEIGHT_GRAD, Action
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import head
 from fivefold.spec.pattern import Layer
+from fivefold.support.dtypes import accum_bytes
+from fivefold.support.fieldwise import plus, scaled
 
 # ---- block memory ---------------------------------------------------------------------------------------------------
 # Bytes of one kind of block on one rank: what a microbatch saves in it, and the moments of its backward pass.
@@ -55,18 +62,18 @@ class BlockMemory(NamedTuple):
 
     saved: SavedActivations  # from forward to backward
     moments: tuple[BackwardMoment, ...]  # that can be its peak, in the order of the backward pass
-    between_i_and_w: float  # bytes held from the input gradients (I) to the weight gradients (W); 0: backward is whole
+    deferred_wgrad_bytes: float  # held from the input gradients (I) to the weight gradients (W); 0: backward is whole
     params: ParamShare  # its parameters on this rank
 
     @property
     def freed(self) -> float:
         """Bytes that I, or a whole backward pass, frees of what was saved."""
-        return max(0.0, self.saved.total - self.between_i_and_w)
+        return max(0.0, self.saved.total - self.deferred_wgrad_bytes)
 
     @property
     def wgrad_excess(self) -> float:
         """Bytes that the block holds for W beyond what it had saved."""
-        return max(0.0, self.between_i_and_w - self.saved.total)
+        return max(0.0, self.deferred_wgrad_bytes - self.saved.total)
 
 
 @dataclass(frozen=True)
@@ -80,52 +87,86 @@ class RankBlocks:
         return {}
 
     def of_layer(self, layer: int) -> BlockMemory:
-        kinds = self.workload.spec.kinds(layer)
-        if kinds not in self._memory:
-            self._memory[kinds] = block_memory(self.workload, kinds)
-        return self._memory[kinds]
+        kind = self.workload.spec.kinds(layer)
+        if kind not in self._memory:
+            self._memory[kind] = block_memory(self.workload, kind)
+        return self._memory[kind]
 
     def runs(self, stage: Stage) -> list[tuple[BlockMemory, int]]:
         """The memory of a stage's blocks, in the order of the backward pass: of neighbours that have as much once, with
         their number."""
         alike = groupby(map(self.of_layer, reversed(stage.layers)))
-        return [(block, len(list(own))) for block, own in alike]
+        return [(block, len(list(run))) for block, run in alike]
 
     def saved(self, stage: Stage) -> SavedActivations:
         """What one microbatch saves in a stage."""
         counted = Counter(map(self.of_layer, reversed(stage.layers))).items()
-        return plus(SavedActivations(), *(times(block.saved, count) for block, count in counted))
+        return plus(SavedActivations(), *(scaled(block.saved, count) for block, count in counted))
 
 
-def block_memory(workload: Workload, kinds: Layer) -> BlockMemory:
-    """The memory of one block of these kinds."""
+def mlp_backward_bytes(block_cost: BlockCost) -> float:
+    """Bytes that a block's backward needs beside what is saved: gradients of the MLP's intermediates and of its largest
+    weight; with tp, of both weights that share an input, and of that input, gathered."""
+    matmuls, layout = block_cost.operations.matmuls, block_cost.layout
+    if not matmuls:
+        return 0.0
+    down = matmuls[-1]
+    bytes_ = block_cost.activation_bytes * (2.0 * block_cost.tokens * down.inputs + down.size)
+    if layout.tp > 1:
+        copies = 2 if layout.sp else 1
+        bytes_ += block_cost.activation_bytes * (down.size + copies * block_cost.tokens * down.outputs)
+    return bytes_
+
+
+def cp_buffer_bytes(block_cost: BlockCost) -> float:
+    """Bytes that cp needs beside the activations while attention runs forward."""
+    return block_cost.cp_method.buffers if block_cost.cp_method else 0.0
+
+
+def cp_backward_buffer_bytes(block_cost: BlockCost) -> float:
+    """The same while attention runs backward."""
+    method = block_cost.cp_method
+    if method is None:
+        return 0.0
+    freed = method.stacked if block_cost.layout.recompute == "full" else 0
+    return float(method.backward_buffers - freed)
+
+
+def block_memory(workload: Workload, layer: Layer) -> BlockMemory:
+    """The memory of one block."""
     spec, layout, software = workload.spec, workload.layout, workload.software
-    block_cost = workload.block_cost.of(kinds)
+    block_cost = workload.block_cost.of(layer)
 
     def saved_under(layout: Layout) -> SavedActivations:
         sizes = (workload.samples, workload.seq, block_cost.activation_bytes)
-        return saved_activations(spec, layout, software, *sizes, kinds=kinds, imbalance=workload.imbalance)
+        return saved_activations(spec, layout, software, *sizes, layer=layer, imbalance=workload.imbalance)
 
     saved, without_recompute = saved_under(layout), saved_under(structs.replace(layout, recompute="none"))
     splits = layout.pp > 1 and workload.splits_backward
-    between = (
-        deferred_wgrad_bytes(spec, layout, block_cost.tokens, block_cost.activation_bytes, kinds) if splits else 0.0
-    )
+    deferred = 0.0
+    if splits:
+        deferred = deferred_wgrad_bytes(spec, layout, block_cost.tokens, block_cost.activation_bytes, layer)
     base = without_recompute.total - saved.total  # recomputed activations
-    if not kinds.routed:
+    if not layer.routed:
         moment = BackwardMoment(
-            base + block_cost.cp_buffer_bytes + block_cost.mlp_backward_bytes, dense_grads_allocated=True
+            base + cp_buffer_bytes(block_cost) + mlp_backward_bytes(block_cost), dense_grads_allocated=True
         )
-        return BlockMemory(saved, (moment,), between, params=block_cost.own)
-    sizes = (block_cost.tokens, block_cost.activation_bytes, workload.imbalance)
-    moe = MoEMemory(spec, kinds, layout, software, *sizes, splits)
-    between += moe.deferred_wgrad if splits else 0.0
+        return BlockMemory(saved, (moment,), deferred, params=block_cost.rank_params)
+    moe = ExpertActivationMemory(
+        spec=spec,
+        layer=layer,
+        layout=layout,
+        software=software,
+        tokens=block_cost.tokens,
+        activation_bytes=block_cost.activation_bytes,
+        imbalance=workload.imbalance,
+        splits_backward=splits,
+    )
+    deferred += moe.deferred_wgrad_bytes if splits else 0.0
     # Backward begins with a shared expert, if there is one: its activations are freed by then, and its gradients stand
     # for those of the dense part.
-    base += (
-        2 * block_cost.activation_bytes * block_cost.tokens * spec.hidden / (layout.tp if layout.sp else 1)
-        - without_recompute.mlp
-    )
+    residual_grads = 2 * block_cost.activation_bytes * block_cost.tokens * spec.hidden / layout.sp_degree
+    base += residual_grads - without_recompute.mlp
     has_shared = moe.experts.shared > 0
     moments = [
         BackwardMoment(base + moe.during_combine, has_shared),
@@ -136,9 +177,9 @@ def block_memory(workload: Workload, kinds: Layer) -> BlockMemory:
         BackwardMoment(base + moe.during_dispatch_backward, has_shared, 1.0),
     ]
     if layout.cp > 1:  # attention, when all activations of the experts are freed
-        attention = block_cost.cp_backward_buffer_bytes - without_recompute.experts
+        attention = cp_backward_buffer_bytes(block_cost) - without_recompute.experts
         moments.append(BackwardMoment(base + attention, has_shared, 1.0))
-    return BlockMemory(saved, tuple(moments), between, params=block_cost.own)
+    return BlockMemory(saved, tuple(moments), deferred, params=block_cost.rank_params)
 
 
 class Peak(NamedTuple):
@@ -227,7 +268,7 @@ def fsdp_buffers(workload: Workload, block: BlockMemory, moment: BackwardMoment)
     rest of the block.
     """
     layout, software = workload.layout, workload.software
-    compute_bytes, accum_bytes = software.weight_bytes, software.gradient_bytes
+    compute_bytes, gradient_bytes = software.weight_bytes, software.gradient_bytes
     if layout.zero == 2:
         reducing = grads_being_reduced(workload, block.params, moment)
         # The experts' gradients are reduced by the time that those of the rest of the block are.
@@ -238,12 +279,12 @@ def fsdp_buffers(workload: Workload, block: BlockMemory, moment: BackwardMoment)
         return 0.0
     dense, experts = block.params
     if not experts:
-        return dense * (2 * compute_bytes + accum_bytes)
+        return dense * (2 * compute_bytes + gradient_bytes)
     if 0 < moment.expert_grads_fraction < 1:  # the next block's experts are not gathered yet
         return 2 * compute_bytes * dense + compute_bytes * experts
     if moment.expert_grads_fraction:
-        return 2 * compute_bytes * dense + (2 * compute_bytes + accum_bytes) * experts
-    return (2 * compute_bytes + accum_bytes) * dense + compute_bytes * experts
+        return 2 * compute_bytes * dense + (2 * compute_bytes + gradient_bytes) * experts
+    return (2 * compute_bytes + gradient_bytes) * dense + compute_bytes * experts
 
 
 # ---- footprint ------------------------------------------------------------------------------------------------------
@@ -347,7 +388,7 @@ def footprint_of(workload: Workload, rank: int) -> Footprint:
     lazy_grads = sum(
         part.gradients for axis, part in parts.items() if peak_precedes_grads and not has_bucket(layout, axis)
     )
-    saved = plus(*(times(blocks.saved(workload.stages[stage]), in_flight[stage]) for stage in stage_ids))
+    saved = plus(*(scaled(blocks.saved(workload.stages[stage]), in_flight[stage]) for stage in stage_ids))
     backlog = (
         0.0
         if head_stage is None
@@ -369,7 +410,7 @@ def footprint_of(workload: Workload, rank: int) -> Footprint:
         moment_bytes=peak.bytes,
         buffers=buffers,
         missing_grads_at_moment=lazy_grads - peak.new_grads,
-        end_of_first_backward=end_of_first_backward.bytes + buffers + times(blocks.saved(stages[0]), others).total,
+        end_of_first_backward=end_of_first_backward.bytes + buffers + scaled(blocks.saved(stages[0]), others).total,
         missing_grads_at_end=end_of_first_backward.missing_grads,
     )
     return replace(needs, margin=CUDA_CONTEXT_BYTES + FRAGMENTATION * needs.allocated)
@@ -401,7 +442,7 @@ def _head_backlog(workload: Workload, in_flight: int, order: Iterable[Action], h
     spec, layout, software = workload.spec, workload.layout, workload.software
     if not software.one_pass:
         return 0.0
-    states = workload.block_cost.tokens * spec.hidden / (layout.tp if layout.sp else 1)
+    states = workload.block_cost.tokens * spec.hidden / layout.sp_degree
     outstanding = min(in_flight, _most_outstanding(order, head_stage))
     return max(0, outstanding - 1) * (software.weight_bytes * (states + head(spec, layout.tp).size))
 
@@ -421,7 +462,8 @@ def _peaks(
 ) -> Iterator[tuple[str, Peak]]:
     """The moments of a step that can be its peak."""
     spec, layout, software, tokens = workload.spec, workload.layout, workload.software, workload.block_cost.tokens
-    table, accum_bytes = head(spec).size / layout.tp if spec.vocab > 1 else 0.0, software.gradient_bytes
+    table = head(spec).size / layout.tp if spec.vocab > 1 else 0.0
+    gradient_bytes = software.gradient_bytes
     has_embedding, has_head = any(stage.first for stage in stages), any(stage.last for stage in stages)
     # Embedding and head are dense: they have no part in what ZeRO 3 gathers where only experts have copies.
     gathers = layout.zero == 3 and layout.size("dp_cp") > 1
@@ -443,7 +485,7 @@ def _peaks(
     if has_embedding:
         # Its microbatch's activations are freed by then, but for what is held for W.
         freed = sum(blocks.of_layer(layer).freed for layer in stages[0].layers)
-        reducing = accum_bytes * table if reduces_each else 0.0
+        reducing = gradient_bytes * table if reduces_each else 0.0
         yield "the embedding's gradient", Peak(software.weight_bytes * table + reducing - freed)
 
 
@@ -466,14 +508,14 @@ def _embedding_grad(workload: Workload, stage: Stage) -> Peak:
     if not stage.first or workload.spec.vocab == 1:
         return Peak(0.0)
     spec, layout = workload.spec, workload.layout
-    residual = workload.block_cost.tokens * spec.hidden / (layout.tp if layout.sp else 1)
+    residual = workload.block_cost.tokens * spec.hidden / layout.sp_degree
     parts = 3 if spec.tied and stage.last else 1
     return Peak(workload.software.weight_bytes * (parts * head(spec).size / layout.tp + residual))
 
 
 def residual_bytes(spec: ModelSpec, layout: Layout, tokens: int) -> float:
     """Bytes of the residual stream at the last norm; under sp of this rank's tokens."""
-    return LAST_NORM_BYTES * spec.hidden * tokens / (layout.tp if layout.sp else 1)
+    return LAST_NORM_BYTES * spec.hidden * tokens / layout.sp_degree
 
 
 def loss_peak(spec: ModelSpec, layout: Layout, software: SoftwareProfile, tokens: int) -> float:
@@ -491,6 +533,6 @@ def _logit_bytes(spec: ModelSpec, layout: Layout, software: SoftwareProfile, tok
         )
     parts = slices(tokens, local_head.outputs)
     logits, table = len(parts[0]) * local_head.outputs, local_head.size
-    accumulated = max(4, compute_bytes) * table if len(parts) > 1 else 0  # the head's gradient, over slices
+    accumulated = accum_bytes(compute_bytes) * table if len(parts) > 1 else 0  # the head's gradient, over slices
     states = compute_bytes * tokens * spec.hidden * (2 if layout.sp else 1)  # the gradient, and what sp has gathered
     return states + max(per_logit * logits + accumulated, compute_bytes * (logits + table) + accumulated)

@@ -51,7 +51,7 @@ class RoutedTokens:
 
     @property
     def slots(self) -> int:
-        """Rows that a rank sends."""
+        """(token, expert) pairs of these tokens: the rows that a rank sends."""
         return self.routed * self.experts.top_k
 
 
@@ -84,16 +84,17 @@ def tokens_of(layout: Layout, rank: int, seq: int, batch: int, microbatch: int) 
 def rows_of(spec: ModelSpec, layout: Layout, rank: int, seq: int, batch: int, routing: Routing) -> Rows:
     """The rows of one rank in one step."""
     assert spec.experts is not None
-    stages, own = stages_of(spec, layout, seq), layout.position("ep", rank)
+    stages, ep_rank = stages_of(spec, layout, seq), layout.position("ep", rank)
     numbers = layout.placement.of_rank[layout.position("pp", rank)]
     layers = [layer for number in numbers for layer in stages[number].layers if spec.kinds(layer).routed]
-    per_rank, peers = spec.experts.count // layout.ep, layout.group("ep", rank) if layout.ep > 1 else [rank]
+    per_rank = spec.experts.count // layout.ep
+    peers = layout.group("ep", rank) if layout.ep > 1 else [rank]
     rows = []
     for microbatch in range(layout.microbatches):
         tokens = [tokens_of(layout, peer, seq, batch, microbatch) for peer in peers]
         for layer in layers:
-            came = [int((routing[layer][at] // per_rank == own).sum()) for at in tokens]
-            rows.append(RoutedRows(routing[layer][tokens[own]].size, sum(came), came[own]))
+            came = [int((routing[layer][at] // per_rank == ep_rank).sum()) for at in tokens]
+            rows.append(RoutedRows(routing[layer][tokens[ep_rank]].size, sum(came), came[ep_rank]))
     return rows
 
 

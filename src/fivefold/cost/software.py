@@ -32,7 +32,7 @@ class ExpertKernels(Struct, frozen=True, kw_only=True):
     host: float = 1.0  # the host's time for a mixture's forward pass, relative to `Software.host`, beside the block's
     wide_router: bool = False  # its product is in float32
     once: bool = False  # a token travels once to each rank, and to each node, that has experts of it (DeepEP)
-    fused_casts: bool = False  # narrow matmuls' inputs are cast by the kernels that make them
+    fused_casts: bool = False  # inputs of low-precision matmuls are cast by the kernels that make them
     graphs: bool = False  # a whole step is one CUDA graph: no layer waits for the host
     alone: "ExpertKernels | None" = None  # those where every expert is on the rank, if they are others
 
@@ -69,11 +69,12 @@ Pointwise = Literal["eager", "fused", "compiled", "fivefold", "float32"]
 Selective = Literal["pointwise", "attention", "half"]
 
 
-NARROW = {"fp8": 1.0, "fp4": 0.5}  # bytes of what matmuls read, their inputs cast before; activations are in bf16
+# Bytes of an element of a matmul's input: in low precision the inputs are cast first, and activations are in bf16.
+LOW_PRECISION_BYTES = {"fp8": 1.0, "fp4": 0.5}
 # Bytes that casting an element of a matmul's input moves. fp8: read 2, write 1. fp4: read for the tensor's largest,
 # read and rotated (the random Hadamard transform, arXiv 2509.25149) and written, and again transposed.
 CAST = {"fp8": 3.0, "fp4": 7.0}
-WIDE = {"fp32": 4, "tf32": 4, "fp64": 8}  # bytes of what is computed with, where not 2
+HIGH_PRECISION_BYTES = {"fp32": 4, "tf32": 4, "fp64": 8}  # of an element of weights and activations, where not 2
 
 
 class Overlap(Struct, frozen=True, kw_only=True):
@@ -84,7 +85,7 @@ class Overlap(Struct, frozen=True, kw_only=True):
     cp: float = 0.0  # keys and values round the ring, behind attention
     zero: float = 0.0  # weights gathered and gradients scattered layer by layer (ZeRO 3), behind the neighbours
     dp: float = 0.0  # gradients behind the last backward pass, weights behind the next forward
-    waits: bool = False  # the next forward waits for all weights, also where gradients run behind backward
+    exposes_weights: bool = False  # the next forward waits for all weights, although gradients run behind backward
     pp: float = 0.0  # sends between stages
     ep: float = 0.0  # experts' messages, behind the shared expert and, in a joined pair, behind the other half
 
@@ -97,7 +98,7 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
     pointwise: Pointwise = "fused"  # activation functions, rotations, residual sums
     norm: Pointwise = "fused"
     overlap: Overlap = Overlap()
-    reached: Software = software()
+    achieved: Software = software()
     order: tuple[str, ...] = PLACED  # of the degrees, the fastest first
     host: float = 1.0  # the host's time for one block's forward pass, relative to `Software.host`
     computes_itself: bool = False  # the host does, as on CPUs: its time is not behind the device's, but added
@@ -138,7 +139,7 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
 
     def computing_in(self, precision: str) -> "SoftwareProfile":
         """The same with wider weights: no master beside them, and moments as wide."""
-        wide = WIDE.get(precision)
+        wide = HIGH_PRECISION_BYTES.get(precision)
         if wide is None:
             return self
         logits = 2.0 * wide if self.one_pass else self.peak_logit_bytes  # nothing is widened
@@ -160,19 +161,19 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
         return Accounting(self.weight_bytes, self.gradient_bytes, master, self.state_bytes - master)
 
     def hides(self, what: str) -> float:
-        """The share of a kind of collective that runs behind compute, where there is enough of it."""
-        return min(1.0, float(getattr(self.overlap, what) * getattr(self.reached, what)))
+        """The fraction of a kind of collective that runs behind compute, where there is enough of it."""
+        return min(1.0, float(getattr(self.overlap, what) * getattr(self.achieved, what)))
 
     @property
     def hides_experts(self) -> float:
-        """The share of experts' messages that can run behind compute: as of gathers behind the neighbouring blocks, for
-        no published run tells of these alone."""
-        return min(1.0, self.overlap.ep * self.reached.zero)
+        """The fraction of experts' messages that can run behind compute: as of gathers behind the neighbouring blocks,
+        for no published run tells of these alone."""
+        return min(1.0, self.overlap.ep * self.achieved.zero)
 
     @property
     def hides_weights(self) -> float:
-        """The share of gathering new weights (ZeRO 1 and 2) that runs behind the next forward pass."""
-        return 0.0 if self.overlap.waits else self.hides("dp")
+        """The fraction of gathering new weights (ZeRO 1 and 2) that runs behind the next forward pass."""
+        return 0.0 if self.overlap.exposes_weights else self.hides("dp")
 
 
 def _states(optimizer: OptimizerConfig, parameters: Iterable[Parameter]) -> float:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 from msgspec import structs
 
 from fivefold.cost.block import NO_PASSES, BlockCost, PassTimes, Seconds
+from fivefold.cost.closed_forms import PipelineForm, ZeroCost
 from fivefold.cost.collective_time import Topology
-from fivefold.cost.forms import PipelineForm, ZeroCost
-from fivefold.cost.kernels import Device, plus, times
+from fivefold.cost.kernels import Device
 from fivefold.cost.matrices import NO_MATRICES, MatrixCost
-from fivefold.cost.moe import ParamShare, Travel, mixture_matmuls, stage_share
+from fivefold.cost.moe import ParamShare, Travel, moe_matmuls, stage_share
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.cost.software import FIVEFOLD, SoftwareProfile
 from fivefold.hardware.cluster import Cluster
@@ -35,6 +35,7 @@ from fivefold.spec.model import Attention as Counting
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block
 from fivefold.support.dtypes import dtype_of_bytes
+from fivefold.support.fieldwise import plus, scaled
 
 # ---- halves ---------------------------------------------------------------------------------------------------------
 # A stage's passes as the halves of joined pairs, and how much of the experts' messages compute hides in a step.
@@ -57,8 +58,8 @@ def stage_halves(stage: Stage, block_cost: BlockCost, exposed_send: float) -> tu
     """A stage's forward and backward pass. The part of a send that nothing hides (`exposed_send`) ends either."""
     spec = block_cost.spec
     blocks = [block_halves(block_cost.of(spec.kinds(layer))) for layer in stage.layers]
-    below = [_plain(block_cost.bottom)] if stage.first else []
-    above = [_plain(block_cost.top)] if stage.last and spec.vocab > 1 else []
+    below = [_plain(block_cost.embedding)] if stage.first else []
+    above = [_plain(block_cost.head_and_loss)] if stage.last and spec.vocab > 1 else []
     parts = [*below, *blocks, *above]
     end = (Segment(exposed_send),)
     forward = sum((ahead for ahead, _ in parts), ()) + end
@@ -67,30 +68,31 @@ def stage_halves(stage: Stage, block_cost: BlockCost, exposed_send: float) -> tu
 
 def block_halves(block_cost: BlockCost) -> tuple[Segments, Segments]:
     """A block's forward and whole backward pass."""
-    if block_cost.mixture is None:
+    if block_cost.moe is None:
         return _plain(block_cost.block)
-    travel, (forward, inputs, weights) = Travel(block_cost.mixture), block_cost.block
+    travel, (forward, dgrad, wgrad) = Travel(block_cost.moe), block_cost.block
     # As long as they take without any overlap.
     hidden, hidden_back = travel.hidden
-    ahead, back = forward.total + hidden, inputs.total + weights.total + hidden_back
+    ahead, back = forward.total + hidden, dgrad.total + wgrad.total + hidden_back
     if block_cost.layout.recompute != "full":
         return travel.forward(ahead), travel.backward(back)
     # Backward runs the forward pass again first, messages and all.
-    again = inputs.recompute + forward.ep
+    again = dgrad.recompute + forward.ep
     return travel.forward(ahead), travel.forward(again + hidden) + travel.backward(back - again)
 
 
 def _plain(passes: PassTimes) -> tuple[Segments, Segments]:
-    forward, inputs, weights = (part.total for part in passes)
-    return (Segment(forward),), (Segment(inputs + weights),)
+    forward, dgrad, wgrad = (part.total for part in passes)
+    return (Segment(forward),), (Segment(dgrad + wgrad),)
 
 
 def block_messages(block_cost: BlockCost) -> ExpertMessages:
     """The experts' messages of one microbatch in one block."""
-    if block_cost.mixture is None:
+    if block_cost.moe is None:
         return NO_MESSAGES
-    travel, forwards = Travel(block_cost.mixture), 2 if block_cost.layout.recompute == "full" else 1
-    (sent, sent_back), (hidden, hidden_back) = block_cost.mixture.sent, travel.hidden
+    travel = Travel(block_cost.moe)
+    forwards = 2 if block_cost.layout.recompute == "full" else 1
+    (sent, sent_back), (hidden, hidden_back) = block_cost.moe.ep_seconds, travel.hidden
     return ExpertMessages(forwards * sent + sent_back, forwards * hidden + hidden_back)
 
 
@@ -180,8 +182,19 @@ class Workload:
             card = structs.replace(group.accelerator, across=across) if self.groups else group.accelerator
             device = self.device or Device.of(card)
             topology = Topology(device, group.gpus, self.layout, self.software.order)
-            sizes = (self.samples, self.seq, self.precision, self.imbalance)
-            blocks.append(BlockCost(self.spec, self.layout, device, topology, self.software, *sizes))
+            cost = BlockCost(
+                spec=self.spec,
+                layer=self.spec.kinds(self.spec.layers - 1),
+                layout=self.layout,
+                device=device,
+                topology=topology,
+                software=self.software,
+                samples=self.samples,
+                seq=self.seq,
+                precision=self.precision,
+                imbalance=self.imbalance,
+            )
+            blocks.append(cost)
         return blocks
 
     @cached_property
@@ -233,7 +246,7 @@ def estimate(workload: Workload, *, exact: bool = True) -> Estimate:
     if exact and workload.layout.splits_backward and not workload.splits_backward:
         passes = stage_passes(with_full_backward(workload))
     loads = [
-        times(plus(*(part for stage in stages for part in passes[stage])), m)
+        scaled(plus(*(part for stage in stages for part in passes[stage])), m)
         for stages in workload.layout.placement.of_rank
     ]
     simulation, savings, bubble = None, [0.0] * len(loads), 0.0
@@ -283,9 +296,9 @@ def _expert_messages(workload: Workload, rank: int, hidden_by_pair: float) -> Ex
     if workload.spec.experts is None:
         return NO_MESSAGES
     layers = [layer for stage in workload.layout.placement.of_rank[rank] for layer in workload.stages[stage].layers]
-    kinds = [(kinds, count) for kinds, count in workload.spec.counted(layers).items() if kinds.routed]
+    routed = [(kind, count) for kind, count in workload.spec.counted(layers).items() if kind.routed]
     cost, microbatches = workload.block_cost_of(rank), workload.layout.microbatches
-    parts = (times(block_messages(cost.of(kind)), count * microbatches) for kind, count in kinds)
+    parts = (scaled(block_messages(cost.of(kind)), count * microbatches) for kind, count in routed)
     return plus(NO_MESSAGES, *parts)._replace(hidden_by_pair=hidden_by_pair)
 
 
@@ -307,9 +320,9 @@ def stage_passes(workload: Workload) -> list[PassTimes]:
     passes = []
     for stage in workload.stages:
         cost = workload.block_cost_of(workload.layout.placement.owner[stage.index])
-        ends = [cost.bottom] * stage.first + [cost.top] * (stage.last and workload.spec.vocab > 1)
+        ends = [cost.embedding] * stage.first + [cost.head_and_loss] * (stage.last and workload.spec.vocab > 1)
         kinds = workload.spec.counted(stage.layers).items()
-        passes.append(plus(NO_PASSES, *(times(cost.of(kind).block, count) for kind, count in kinds), *ends))
+        passes.append(plus(NO_PASSES, *(scaled(cost.of(kind).block, count) for kind, count in kinds), *ends))
     return passes
 
 
@@ -332,12 +345,12 @@ def costs(workload: Workload, passes: list[PassTimes]) -> Costs:
     # An eager message travels while sender and receiver compute; what is not overlapped delays both.
     exposed_send = (1 - workload.software.hides("pp")) * send
     f, i = (tuple(stage[at].total + exposed_send for stage in passes) for at in (0, 1))
-    w = tuple(stage.weights.total for stage in passes)
+    w = tuple(stage.wgrad.total for stage in passes)
     b = tuple(x + y for x, y in zip(i, w, strict=True))
     if workload.layout.record.uses_stage_times:
         # In a full backward pass tp hides behind the weight gradients.
         full = stage_passes(with_full_backward(workload))
-        b = tuple(stage.inputs.total + stage.weights.total + exposed_send for stage in full)
+        b = tuple(stage.dgrad.total + stage.wgrad.total + exposed_send for stage in full)
     shares = _activation_shares(workload)
     halves = _halves(workload, exposed_send) if pairs_overlap(workload) else ()
     if halves:
@@ -398,13 +411,18 @@ def _optimizer_and_sync_on(
     if layout.zero == 3:
         copied = layout.size("dp_cp") > 1 or (count.experts and layout.size("expert_dp") > 1)
         forward = passes[-1].forward.total
-        return optimizer, zero.at_embedding_and_head(count, layout.tp, layout.microbatches, forward) if copied else 0.0
-    own = [workload.stages[number] for number in layout.placement.of_rank[rank]]
-    largest = max(own if workload.groups else workload.stages, key=lambda stage: param_share(workload, [stage]).total)
+        if not copied:
+            return optimizer, 0.0
+        return optimizer, zero.exposed_zero3_outside_blocks(count, layout.tp, layout.microbatches, forward)
+    own_stages = [workload.stages[number] for number in layout.placement.of_rank[rank]]
+    largest = max(
+        own_stages if workload.groups else workload.stages, key=lambda stage: param_share(workload, [stage]).total
+    )
     forward, *backward = (part.total * layout.chunks for part in passes[largest.index])
     # Axes that leave the node share its ports: while tp or cp holds them, gradients wait.
     kinds = workload.spec.counted(largest.layers).items()
-    free = max(0.0, sum(backward) - sum(layout.chunks * count * block_cost.of(kind).port for kind, count in kinds))
+    busy = sum(layout.chunks * count * block_cost.of(kind).inter_node_backward_seconds for kind, count in kinds)
+    free = max(0.0, sum(backward) - busy)
     return optimizer, zero.exposed_sync(count, layout.zero, layout.microbatches, forward, free)
 
 
@@ -417,9 +435,10 @@ def _whole_matrices(workload: Workload, rank: int) -> float:
         return 0.0
     cost = matrix_cost(workload, rank)
     block_cost = workload.block_cost_of(rank)
-    ranks = workload.layout.size("stage")  # the topology takes a rank's own part as in it
-    own = {"all-to-all": ranks / max(1, ranks - 1), "all-gather": 1.0}
-    sent = sum(block_cost.topology.time(call.kind, "stage", call.payload * own[call.kind]) for call in cost.calls)
+    ranks = workload.layout.size("stage")
+    # The topology's payloads include what a rank keeps for itself; `MatrixCost` leaves that out of all-to-alls.
+    with_kept = {"all-to-all": ranks / max(1, ranks - 1), "all-gather": 1.0}
+    sent = sum(block_cost.topology.time(call.kind, "stage", call.payload * with_kept[call.kind]) for call in cost.calls)
     return sent + cost.most / block_cost.device.rate("bf16" if software.weight_bytes == 2 else workload.precision)
 
 
@@ -458,8 +477,8 @@ def rank_flops(
         * any(stage.last for stage in own_stages)
         * tokens
     )
-    for kinds, count in spec.counted(layers).items():
-        flops += count * tokens * _token_flops(spec, layout, seq, block(spec, layout.tp, kinds))
+    for kind, count in spec.counted(layers).items():
+        flops += count * tokens * _token_flops(spec, layout, seq, block(spec, layout.tp, kind))
     if spec.experts is None:
         return flops
     sparse = [layer for layer in layers if spec.kinds(layer).routed]
@@ -468,7 +487,7 @@ def rank_flops(
     slice_ = len(chunk(tokens // layout.microbatches, layout.tp, at.tp))
     received = [sum(row.received for row in rows[number :: len(sparse)]) for number in range(len(sparse))]
     for layer, visits in zip(sparse, received, strict=True):
-        for matmul in mixture_matmuls(spec, spec.kinds(layer)):
+        for matmul in moe_matmuls(spec, spec.kinds(layer)):
             # Of the router every tp rank has a slice of the tokens.
             routed = layout.microbatches * slice_ if matmul.tp == "replicated_partial" else 0
             flops += passes * 2.0 * matmul.inputs * matmul.outputs * (visits if matmul.experts else routed)
@@ -478,22 +497,25 @@ def rank_flops(
 _NO_MATMUL = Matmul("", "", "", 0, 0, "replicated")
 
 
-def _token_flops(spec: ModelSpec, layout: Layout, seq: int, own: BlockOperations) -> float:
+def _token_flops(spec: ModelSpec, layout: Layout, seq: int, operations: BlockOperations) -> float:
     """FLOPs of a token in a block, without the router and the experts that it chooses."""
 
     def flops(matmul: Matmul) -> float:
-        part = layout.tp if matmul.tp == "replicated" and layout.sp else 1
-        return 2.0 * matmul.inputs * matmul.outputs / part
+        ranks = layout.sp_degree if matmul.tp == "replicated" else 1
+        return 2.0 * matmul.inputs * matmul.outputs / ranks
 
-    dense = [matmul for matmul in own.matmuls if matmul.dense]
-    matmuls, last = sum(map(flops, dense)), own.matmuls[-1] if own.matmuls else _NO_MATMUL
-    attention = 4 * own.attention.keys(seq / 2) * own.attention.width  # values are padded to the keys' width
+    dense = [matmul for matmul in operations.matmuls if matmul.dense]
+    matmuls = sum(map(flops, dense))
+    last = operations.matmuls[-1] if operations.matmuls else _NO_MATMUL
+    attention = (
+        4 * operations.attention.keys(seq / 2) * operations.attention.width
+    )  # values are padded to the keys' width
     each = 3 * matmuls + 3.5 * attention  # backward: two matmuls for each, and attention's five for two
     if layout.recompute == "full":
         # The block's last matmul is not recomputed, since nothing in backward needs its output; unless it is one step
         # with what follows it, a collective or a deferred weight gradient. An expert's is needed: it is weighted; and a
         # shared one's comes before it, while tokens are in flight.
-        needed = last.experts or (layout.ep > 1 and any(matmul.experts for matmul in own.matmuls))
+        needed = last.experts or (layout.ep > 1 and any(matmul.experts for matmul in operations.matmuls))
         stops = layout.tp == 1 and not layout.splits_backward and not needed
         each += matmuls - (flops(last) if stops else 0.0) + attention
     return each

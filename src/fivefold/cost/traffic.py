@@ -90,9 +90,15 @@ class _Inputs:
             min_bucket_elements=min_bucket_elements,
         )
 
-    def block(self, kinds: Layer | None = None) -> BlockCollectives:
-        sizes = (self.tokens, self.compute_bytes, self.accum_bytes)
-        return BlockCollectives(self.spec, self.layout, *sizes, kinds or Layer())
+    def block(self, layer: Layer | None = None) -> BlockCollectives:
+        return BlockCollectives(
+            spec=self.spec,
+            layout=self.layout,
+            tokens=self.tokens,
+            compute_bytes=self.compute_bytes,
+            accum_bytes=self.accum_bytes,
+            layer=layer or Layer(),
+        )
 
     @property
     def mixed_precision(self) -> bool:
@@ -107,7 +113,7 @@ class _Inputs:
     @property
     def message_bytes(self) -> int:
         """Bytes of the residual stream, as it goes to the next pipeline rank; under sp this rank's tokens."""
-        return self.block().states // (self.layout.tp if self.layout.sp else 1)
+        return self.block().states // self.layout.sp_degree
 
     def stage_params(self) -> Iterator[list[LocalParam]]:
         """The parameters of each stage. An embedding that first and last stage share on one rank is the first's."""
@@ -201,15 +207,15 @@ def _blocks(inputs: _Inputs, routed_rows: Rows | None, balance_loss_samples: int
     receive."""
     spec, layout = inputs.spec, inputs.layout
     layers = [layer for stage in inputs.stages for layer in stage.layers]
-    for kinds, count in spec.counted(layer for layer in layers if not spec.kinds(layer).routed).items():
-        yield from _repeated(inputs.block(kinds), count * layout.microbatches)
+    for kind, count in spec.counted(layer for layer in layers if not spec.kinds(layer).routed).items():
+        yield from _repeated(inputs.block(kind), count * layout.microbatches)
     moe_layers = [layer for layer in layers if spec.kinds(layer).routed]
     if moe_layers and routed_rows is None:
         routed_rows = even_rows(spec, layout, inputs.tokens, moe_layers, inputs.coords)
     kinds_of_rows = [spec.kinds(layer) for _ in range(layout.microbatches) for layer in moe_layers]
     rows = zip(kinds_of_rows, routed_rows or (), strict=True) if moe_layers else ()
-    for (kinds, routed), times in Counter(rows).items():
-        block = replace(inputs.block(kinds), rows=routed, balanced=balance_loss_samples)
+    for (kind, routed), times in Counter(rows).items():
+        block = replace(inputs.block(kind), rows=routed, balanced=balance_loss_samples)
         yield from _repeated(block, times)
 
 

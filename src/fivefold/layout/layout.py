@@ -115,6 +115,11 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return not (self.breaks_graphs and self.recompute == "selective")
 
     @property
+    def sp_degree(self) -> int:
+        """Ranks that divide the tokens of norms and of the residual stream among them: tp under sp."""
+        return self.tp if self.sp else 1
+
+    @property
     def last_stage(self) -> int:
         return self.placement.owner[-1]
 

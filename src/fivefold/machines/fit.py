@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from msgspec import structs
 
-from fivefold.cost.kernels import BACKWARD, NARROW_HEAD, Device
+from fivefold.cost.kernels import ATTENTION_BACKWARD_EFFICIENCY, HEAD_64_EFFICIENCY, Device
 from fivefold.cost.software import Attention
 from fivefold.hardware.accelerators import Accelerator, Achieved, Link, achieved
 from fivefold.hardware.cluster import SHARE
@@ -150,10 +150,10 @@ class Fit:
         wide = [timing for timing in timings if timing.head_dim > 64 or self.base.is_cpu]
         forward = median(timing.flops / timing.forward for timing in wide)  # FLOP/s, as the next two
         backward = median(2.5 * timing.flops / timing.backward for timing in wide)
-        note = f"forward {tera(forward)}, backward {backward / forward:.2f} of it (planned {BACKWARD})"
+        note = _forward_backward(forward, backward)
         narrow = [timing.flops / timing.forward for timing in timings if timing.head_dim <= 64]
         if narrow and not self.base.is_cpu:
-            note += f"; heads of 64 reach {median(narrow) / forward:.2f} of it (planned {NARROW_HEAD})"
+            note += f"; heads of 64 reach {median(narrow) / forward:.2f} of it (planned {HEAD_64_EFFICIENCY})"
         share = getattr(self.achieved, name)
         self.row(f"{name}, in a sweep", tera(share * self.base.rate("bf16")), share, ratios(self.device), note)
 
@@ -166,7 +166,7 @@ class Fit:
             share = short(getattr(self.achieved, name) * factor)
             self.set(**{name: share})
             forward, backward = timing.flops / timing.forward, 2.5 * timing.flops / timing.backward
-            note = f"in a block: forward {tera(forward)}, backward {backward / forward:.2f} of it (planned {BACKWARD})"
+            note = f"in a block: {_forward_backward(forward, backward)}"
             self.row(name, tera(share * rate), share, note=note)
         for block in list(blocks.values())[-1:]:  # that of the last attention kernel, if any ran
             planned = sum(self.device.gemm(*shape) for shape in block.shapes)
@@ -203,6 +203,10 @@ class Fit:
         if self.base.is_cpu:
             return Link(short(bandwidth), short(latency), "measured")
         return structs.replace(inside, latency=short(latency))
+
+
+def _forward_backward(forward: float, backward: float) -> str:
+    return f"forward {tera(forward)}, backward {backward / forward:.2f} of it (planned {ATTENTION_BACKWARD_EFFICIENCY})"
 
 
 def _attention(device: Device, name: str, timing: AttentionTiming) -> float:

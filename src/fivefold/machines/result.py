@@ -197,8 +197,18 @@ def at_pace(core: Accelerator, seconds: float, spec: ModelSpec, samples: int, se
     at the same moments, so it compares their speeds best.
     """
     device, software = Device.of(core), ON_CPUS.computing_in("fp32")
-    work = BlockCost(spec, Layout(), device, Topology(device, 1, Layout()), software, samples, seq, "fp32")
-    return slowed(core, seconds / sum(part.total for part in work.block))
+    cost = BlockCost(
+        spec=spec,
+        layer=spec.kinds(spec.layers - 1),
+        layout=Layout(),
+        device=device,
+        topology=Topology(device, 1, Layout()),
+        software=software,
+        samples=samples,
+        seq=seq,
+        precision="fp32",
+    )
+    return slowed(core, seconds / sum(part.total for part in cost.block))
 
 
 def _groups(run: Sequence[RankSpeed], device: Accelerator) -> Iterator[Group]:

@@ -13,11 +13,17 @@ from msgspec import structs
 
 from fivefold.cost.activations import saved_activations
 from fivefold.cost.block import BlockCost, PassTimes
+from fivefold.cost.closed_forms import PipelineForm, ZeroCost
 from fivefold.cost.collective_time import Kind, Reach, Topology
-from fivefold.cost.forms import PipelineForm, ZeroCost
 from fivefold.cost.kernels import Device
 from fivefold.cost.moe import ParamShare
-from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, loss_peak
+from fivefold.cost.peak_memory import (
+    CUDA_CONTEXT_BYTES,
+    FRAGMENTATION,
+    cp_buffer_bytes,
+    loss_peak,
+    mlp_backward_bytes,
+)
 from fivefold.cost.step import Workload, p2p_bytes
 from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
 from fivefold.schedules.info import ScheduleInfo
@@ -78,7 +84,7 @@ class BlockArrays(NamedTuple):
     computing: float  # seconds of forward that are no collective's: ZeRO 3's can hide behind them,
     computing_back: float  # and of backward; the collectives of recomputation count
     waiting: float  # seconds of both in which the device waits for the host: collectives find the time there
-    port: float  # seconds of backward in which tp or cp holds the node's ports
+    inter_node_backward: float  # seconds of backward in which tp or cp holds the node's ports
     unhidden: float  # seconds that a schedule which splits backward adds: tp has nothing to hide behind
     ends: float
     saved: float  # activations of a microbatch
@@ -90,47 +96,47 @@ class BlockArrays(NamedTuple):
     paired: float = 0.0  # seconds of both passes that joined pairs hide, at most
 
     @classmethod
-    def of(cls, workload: Workload, shape: BlockShape, kinds: Layer) -> "BlockArrays":
-        """One block of these kinds. `workload` has one dp rank's microbatch as its batch."""
+    def of(cls, workload: Workload, shape: BlockShape, layer: Layer) -> "BlockArrays":
+        """One block. `workload` has one dp rank's microbatch as its batch."""
         workload = shape.of(workload)
-        layout, work = workload.layout, workload.block_cost.of(kinds)
-        block, sizes = work.block, (workload.software, shape.samples, workload.seq, work.activation_bytes)
-        held = saved_activations(workload.spec, layout, *sizes, kinds=kinds).total
-        again = structs.replace(layout, recompute="none")
-        again_bytes = saved_activations(workload.spec, again, *sizes, kinds=kinds).total - held
+        layout, cost = workload.layout, workload.block_cost.of(layer)
+        block, sizes = cost.block, (workload.software, shape.samples, workload.seq, cost.activation_bytes)
+        saved = saved_activations(workload.spec, layout, *sizes, layer=layer).total
+        no_recompute = structs.replace(layout, recompute="none")
+        recomputed = saved_activations(workload.spec, no_recompute, *sizes, layer=layer).total - saved
         return cls(
             forward=block.forward.total,
-            backward=block.inputs.total + block.weights.total,
+            backward=block.dgrad.total + block.wgrad.total,
             computing=computing(block)[0],
             computing_back=computing(block)[1],
             waiting=waiting(workload, block),
-            port=work.port,
-            unhidden=split_backward(workload).of(kinds).block.inputs.total - block.inputs.total,
-            ends=sum(part.total for part in (*work.top, *work.bottom)),
-            saved=held,
-            transient=again_bytes + work.mlp_backward_bytes + work.cp_buffer_bytes,
-            logits=loss_peak(workload.spec, layout, workload.software, work.tokens),
+            inter_node_backward=cost.inter_node_backward_seconds,
+            unhidden=split_backward(workload).of(layer).block.dgrad.total - block.dgrad.total,
+            ends=sum(part.total for part in (*cost.head_and_loss, *cost.embedding)),
+            saved=saved,
+            transient=recomputed + mlp_backward_bytes(cost) + cp_buffer_bytes(cost),
+            logits=loss_peak(workload.spec, layout, workload.software, cost.tokens),
             p2p_bytes=p2p_bytes(workload),
             full=shape.recompute == "full",
         )
 
     @classmethod
-    def of_all(cls, workload: Workload, shapes: list[BlockShape], at: Array, kinds: Layer) -> "BlockArrays":
+    def of_all(cls, workload: Workload, shapes: list[BlockShape], at: Array, layer: Layer) -> "BlockArrays":
         """Of many elements, the shape of each by its index `at`."""
-        used = {number: cls.of(workload, shapes[number], kinds) for number in np.unique(at).tolist()}
+        used = {number: cls.of(workload, shapes[number], layer) for number in np.unique(at).tolist()}
         table = np.array([used.get(number, next(iter(used.values()))) for number in range(len(shapes))])
         return cls(*table[at].T)
 
 
 def computing(block: PassTimes) -> tuple[float, float]:
     """Seconds of a block's passes behind which `BlockCost` hides ZeRO 3's collectives."""
-    forward, backward = (part.gemm + part.attention + part.memory for part in (block.forward, block.inputs))
-    return forward, backward + block.inputs.recompute + block.weights.gemm
+    forward, backward = (part.gemm + part.attention + part.memory for part in (block.forward, block.dgrad))
+    return forward, backward + block.dgrad.recompute + block.wgrad.gemm
 
 
 def waiting(workload: Workload, block: PassTimes) -> float:
-    """Seconds in which a device waits for its host; one that is its host, for nothing."""
-    return 0.0 if workload.software.computes_itself else block.forward.host + block.inputs.host
+    """Seconds in which a device waits for its host; a CPU, which is its own host, waits for nothing."""
+    return 0.0 if workload.software.computes_itself else block.forward.host + block.dgrad.host
 
 
 def split_backward(workload: Workload) -> BlockCost:
@@ -198,7 +204,7 @@ class Closed:
     workload: Workload
     of: Choices
     block: BlockArrays  # of arrays
-    own: ParamShare  # parameters of a block on one rank
+    block_params: ParamShare  # parameters of a block on one rank
     pipelines: list[PipelineArrays]
 
     @property
@@ -222,10 +228,10 @@ class Closed:
         """Parameters of the pipeline rank with the most, on one tp rank."""
         spec, several = self.workload.spec, np.ceil(self.workload.spec.layers / self.of.pp)
         table = spec.vocab * spec.hidden / self.of.tp
-        full = spec.layers * self.own.dense + table * (1 if spec.tied else 2)
+        full = spec.layers * self.block_params.dense + table * (1 if spec.tied else 2)
         layers: Any = np.where(self.alone, spec.layers, several)
-        dense: Any = np.where(self.alone, full, several * self.own.dense + table)
-        return ParamShare(dense, layers * self.own.experts)
+        dense: Any = np.where(self.alone, full, several * self.block_params.dense + table)
+        return ParamShare(dense, layers * self.block_params.experts)
 
     def fact(self, name: str) -> Array:
         """What the records of the schedules say; of one stage there is none."""
@@ -240,8 +246,8 @@ class Closed:
 
     def step(self, rank: Array, all_ranks: Array) -> Array:
         """Seconds of the passes of a step, of which a microbatch takes so long on the busiest rank and on all."""
-        hides = self.workload.software.hides("pp")
-        passes = np.asarray(self.form.seconds(rank, all_ranks, self.sending(), hides))
+        overlap_fraction = self.workload.software.hides("pp")
+        passes = np.asarray(self.form.seconds(rank, all_ranks, self.sending(), overlap_fraction))
         return passes + self.workload.software.host_step
 
     @property
@@ -263,8 +269,10 @@ class Closed:
     def gathering(self) -> Array:
         """ZeRO 3's exposed collectives of a microbatch in a block."""
         block = self.block
-        free = np.maximum(0.0, block.computing_back - block.port)
-        exposed = sum(self.zero.in_block(self.own, block.computing, free, block.full))
+        free = np.maximum(0.0, block.computing_back - block.inter_node_backward)
+        exposed = sum(
+            self.zero.exposed_zero3_in_block(self.block_params, block.computing, free, full_recompute=block.full)
+        )
         return np.where(self.of.zero == 3, np.maximum(0.0, exposed - block.waiting), 0.0)
 
     @property
@@ -279,9 +287,12 @@ class Closed:
     def after(self) -> Array:
         """The optimizer; gradients and weights that nothing hides."""
         of, zero, count, layers = self.of, self.zero, self.parameters, self.workload.spec.layers / self.of.pp
-        forward, free = self.block.forward * layers, np.maximum(0.0, self.block.backward - self.block.port) * layers
+        forward, free = (
+            self.block.forward * layers,
+            np.maximum(0.0, self.block.backward - self.block.inter_node_backward) * layers,
+        )
         left = zero.exposed_sync(count, of.zero, of.microbatches, forward, free)
-        ends = zero.at_embedding_and_head(count, of.tp, of.microbatches, forward / self.chunks)
+        ends = zero.exposed_zero3_outside_blocks(count, of.tp, of.microbatches, forward / self.chunks)
         return np.asarray(zero.optimizer(count, of.zero) + np.where(of.zero == 3, ends, left))
 
     def memory(self) -> Array:
@@ -313,10 +324,12 @@ class Closed:
     def gathered(self) -> Array:
         """Bytes of gathered weights and of gradients being reduced: ZeRO 3 and 2."""
         software, reaches = self.workload.software, self.links.reaches
-        summed = sum(part * (reaches[axis].ranks > 1) for axis, part in zip(("fsdp", "efsdp"), self.own, strict=True))
+        summed = sum(
+            part * (reaches[axis].ranks > 1) for axis, part in zip(("fsdp", "efsdp"), self.block_params, strict=True)
+        )
         block = summed * software.gradient_bytes
         two = np.where(self.of.zero == 2, np.maximum(block, 2 * block - self.block.saved), 0.0)
-        three = self.own.total * (2 * software.weight_bytes + software.gradient_bytes) * (summed > 0)
+        three = self.block_params.total * (2 * software.weight_bytes + software.gradient_bytes) * (summed > 0)
         return np.where(self.of.zero == 3, three, two)
 
 

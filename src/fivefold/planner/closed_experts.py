@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from fivefold.cost.activations import MoEMemory, saved_activations
+from fivefold.cost.activations import ExpertActivationMemory, saved_activations
 from fivefold.cost.moe import MoEBlock, Travel, block_share
-from fivefold.cost.peak_memory import loss_peak
+from fivefold.cost.peak_memory import cp_buffer_bytes, loss_peak
 from fivefold.cost.step import Workload, p2p_bytes
 from fivefold.layout.layout import Layout
 from fivefold.planner.closed import (
@@ -29,7 +29,7 @@ from fivefold.planner.closed import (
     computing,
     split_backward,
 )
-from fivefold.planner.closed_ranks import UnlikeClosed, joined, own_share
+from fivefold.planner.closed_ranks import UnlikeClosed, block_params, joined
 from fivefold.spec.pattern import Layer
 
 
@@ -51,51 +51,53 @@ class DenseCost(NamedTuple):
     backward: float
     computing: float
     computing_back: float
-    launching: float
-    port: float
+    launching: float  # by the host
+    inter_node_backward: float
     unhidden: float
     ends: float
     saved: float  # activations of a microbatch
-    again: float  # bytes that recompute makes again
-    passing: float
+    recomputed: float  # bytes that recompute makes again
+    passing: float  # bytes that exist at the experts' backward pass alone
     logits: float
     p2p_bytes: float
     full: float
 
     @classmethod
-    def of(cls, workload: Workload, shape: BlockShape, kinds: Layer) -> "DenseCost":
-        """A block of these kinds."""
+    def of(cls, workload: Workload, shape: BlockShape, layer: Layer) -> "DenseCost":
+        """A block with experts."""
         workload = shape.of(workload)
-        layout, work = workload.layout, workload.block_cost.of(kinds)
-        block = work.around
-        own, everything = (_held(workload, how, kinds) for how in (layout, structs.replace(layout, recompute="none")))
-        stream = work.activation_bytes * work.tokens * workload.spec.hidden / (shape.tp if shape.sp else 1)
+        layout, cost = workload.layout, workload.block_cost.of(layer)
+        block = cost.without_experts
+        saved = _saved(workload, layout, layer)
+        no_recompute = _saved(workload, structs.replace(layout, recompute="none"), layer)
+        residual = cost.activation_bytes * cost.tokens * workload.spec.hidden / layout.sp_degree
+        expert_grads = cost.grad_accumulation_seconds(cost.rank_params.experts)
         return cls(
             forward=block.forward.total - block.forward.host,
-            backward=block.inputs.total - block.inputs.host + block.weights.total - work.added(work.own.experts),
+            backward=block.dgrad.total - block.dgrad.host + block.wgrad.total - expert_grads,
             computing=computing(block)[0],
             computing_back=computing(block)[1],
-            launching=work.launching,
-            port=work.port,
-            unhidden=split_backward(workload).of(kinds).around.inputs.total - block.inputs.total,
-            ends=sum(part.total for part in (*work.top, *work.bottom)),
-            saved=own.around,
-            again=everything.around - own.around,
-            passing=2 * stream + work.cp_buffer_bytes - everything.shared,
-            logits=loss_peak(workload.spec, layout, workload.software, work.tokens),
+            launching=cost.host_launch_seconds,
+            inter_node_backward=cost.inter_node_backward_seconds,
+            unhidden=split_backward(workload).of(layer).without_experts.dgrad.total - block.dgrad.total,
+            ends=sum(part.total for part in (*cost.head_and_loss, *cost.embedding)),
+            saved=saved.without_experts,
+            recomputed=no_recompute.without_experts - saved.without_experts,
+            passing=2 * residual + cp_buffer_bytes(cost) - no_recompute.shared_expert,
+            logits=loss_peak(workload.spec, layout, workload.software, cost.tokens),
             p2p_bytes=p2p_bytes(workload),
             full=shape.recompute == "full",
         )
 
 
-class _Held(NamedTuple):
-    """Bytes of a microbatch."""
+class _Saved(NamedTuple):
+    """Bytes that a block saves of a microbatch."""
 
-    around: float  # that a block keeps beside its experts
-    shared: float  # of these, its shared expert's
+    without_experts: float
+    shared_expert: float  # of these
 
 
-def _held(workload: Workload, layout: Layout, kinds: Layer) -> _Held:
+def _saved(workload: Workload, layout: Layout, layer: Layer) -> _Saved:
     sizes = (
         workload.spec,
         layout,
@@ -104,8 +106,8 @@ def _held(workload: Workload, layout: Layout, kinds: Layer) -> _Held:
         workload.seq,
         workload.block_cost.activation_bytes,
     )
-    mixed = saved_activations(*sizes, kinds=kinds)
-    return _Held(mixed.total - mixed.experts, mixed.mlp)
+    saved = saved_activations(*sizes, layer=layer)
+    return _Saved(saved.total - saved.experts, saved.mlp)
 
 
 class MoECost(NamedTuple):
@@ -129,44 +131,53 @@ class MoECost(NamedTuple):
     worst: float  # bytes of backward on top of the former
 
     @classmethod
-    def of(cls, workload: Workload, spread: ExpertShape, layout: Layout, kinds: Layer) -> "MoECost":
+    def of(cls, workload: Workload, spread: ExpertShape, layout: Layout, layer: Layer) -> "MoECost":
         """`layout` is any that spreads experts so."""
-        work = replace(workload, layout=layout, batch=layout.dp).block_cost
-        sizes = (spread.tokens, work.activation_bytes)
+        cost = replace(workload, layout=layout, batch=layout.dp).block_cost
         moe = MoEBlock(
-            workload.spec,
-            kinds,
-            layout,
-            work.device,
-            work.topology,
-            workload.software,
-            *sizes,
-            workload.precision,
-            workload.imbalance,
+            spec=workload.spec,
+            layer=layer,
+            layout=layout,
+            device=cost.device,
+            topology=cost.topology,
+            software=workload.software,
+            tokens=spread.tokens,
+            activation_bytes=cost.activation_bytes,
+            precision=workload.precision,
+            imbalance=workload.imbalance,
         )
-        held = MoEMemory(workload.spec, kinds, layout, workload.software, *sizes, workload.imbalance)
+        memory = ExpertActivationMemory(
+            spec=workload.spec,
+            layer=layer,
+            layout=layout,
+            software=workload.software,
+            tokens=spread.tokens,
+            activation_bytes=cost.activation_bytes,
+            imbalance=workload.imbalance,
+        )
         travel = Travel(moe)  # with backward passes in one piece, which hide most
         there, back, back_again, there_again = travel.messages
         less, less_back = travel.hidden
-        kernels, kernels_back = moe.matmuls[0] + moe.memory[0], moe.matmuls[1] + moe.matmuls[2] + moe.memory[1]
-        added = work.added(block_share(workload.spec, 1, spread.ep, kinds).experts)
+        kernels = moe.gemm_seconds[0] + moe.memory_seconds[0]
+        kernels_back = moe.gemm_seconds[1] + moe.gemm_seconds[2] + moe.memory_seconds[1]
+        added = cost.grad_accumulation_seconds(block_share(workload.spec, 1, spread.ep, layer).experts)
         return cls(
-            forward=kernels + moe.sent[0] - less + moe.gathered[0],
-            backward=kernels_back + moe.sent[1] - less_back + moe.gathered[1] + added,
+            forward=kernels + moe.ep_seconds[0] - less + moe.tp_seconds[0],
+            backward=kernels_back + moe.ep_seconds[1] - less_back + moe.tp_seconds[1] + added,
             kernels=kernels,
             kernels_back=kernels_back,
-            moved=moe.memory[0],
-            computing=moe.computing[0],
-            computing_back=moe.computing[1] + moe.computing[2],
+            moved=moe.memory_seconds[0],
+            computing=moe.expert_gemm_seconds[0],
+            computing_back=moe.expert_gemm_seconds[1] + moe.expert_gemm_seconds[2],
             dispatch=there - less,
             combine=back,
             combine_back=back_again,
             dispatch_back=there_again - less_back,
             link=there + back,
             link_back=there_again + back_again,
-            everything=held.saved,
-            outputs=held.saved_selective,
-            worst=max(held.during_weighting, held.during_last_linear),
+            everything=memory.saved,
+            outputs=memory.saved_selective,
+            worst=max(memory.during_weighting, memory.during_last_linear),
         )
 
 
@@ -201,43 +212,43 @@ def closed_of(
     workload: Workload, of: Choices, dealt: EpChoices, shapes: list[BlockShape], pipelines: list[PipelineArrays]
 ) -> Closed | UnlikeClosed:
     links, parts = LinkArrays.of(workload, of, dealt.ep), list[Closed]()
-    for kinds in workload.spec.counted():
+    for layer in workload.spec.counted():
         block = (
-            _with_experts(workload, of, dealt, links, shapes, kinds)
-            if kinds.routed
-            else BlockArrays.of_all(workload, shapes, of.shape, kinds)
+            _with_experts(workload, of, dealt, links, shapes, layer)
+            if layer.routed
+            else BlockArrays.of_all(workload, shapes, of.shape, layer)
         )
-        own = own_share(workload.spec, of, kinds, dealt.ep)
-        parts.append(ExpertClosed(workload, of, block, own, pipelines, dealt, links))
+        params = block_params(workload.spec, of, layer, dealt.ep)
+        parts.append(ExpertClosed(workload, of, block, params, pipelines, dealt, links))
     return joined(workload.spec, parts)
 
 
 def _with_experts(
-    workload: Workload, of: Choices, dealt: EpChoices, links: LinkArrays, shapes: list[BlockShape], kinds: Layer
+    workload: Workload, of: Choices, dealt: EpChoices, links: LinkArrays, shapes: list[BlockShape], layer: Layer
 ) -> BlockArrays:
     """A block with experts."""
-    around = DenseCost(*np.array([DenseCost.of(workload, shape, kinds) for shape in shapes])[of.shape].T)
-    spent = _spent(workload, of, dealt, links, shapes, kinds)
+    dense = DenseCost(*np.array([DenseCost.of(workload, shape, layer) for shape in shapes])[of.shape].T)
+    spent = _spent(workload, of, dealt, links, shapes, layer)
     recompute = np.array([RECOMPUTES.index(shape.recompute) for shape in shapes])[of.shape]
     again = np.choose(recompute, [0.0, spent.moved, spent.forward])
-    forward, backward = around.forward + spent.forward, around.backward + spent.backward + again
-    itself = workload.software.computes_itself  # the host, whose time is then not behind the device's
-    wait = np.maximum(0.0, around.launching - (0.0 if itself else forward + backward))
+    forward, backward = dense.forward + spent.forward, dense.backward + spent.backward + again
+    on_cpus = workload.software.computes_itself  # launching hides behind nothing, as on one layout (`BlockCost`)
+    wait = np.maximum(0.0, dense.launching - (0.0 if on_cpus else forward + backward))
     held = np.choose(recompute, [spent.everything, spent.outputs, 0.0])
     twice = recompute == RECOMPUTES.index("full")
-    share = 1 / np.where(twice, 3, 2)  # of the host's work, in forward
-    own: dict[str, Any] = {
-        "forward": forward + share * wait,
-        "backward": backward + (1 - share) * wait,
-        "computing": around.computing + spent.kernels,
-        "computing_back": around.computing_back + spent.kernels_back + again,
-        "waiting": 0.0 * wait if itself else wait,
+    forward_fraction = 1 / np.where(twice, 3, 2)  # of the host's work
+    computed: dict[str, Any] = {
+        "forward": forward + forward_fraction * wait,
+        "backward": backward + (1 - forward_fraction) * wait,
+        "computing": dense.computing + spent.kernels,
+        "computing_back": dense.computing_back + spent.kernels_back + again,
+        "waiting": 0.0 * wait if on_cpus else wait,
         "paired": _paired(spent, forward, backward, twice),
-        "saved": around.saved + held,
-        "transient": around.again + spent.everything - held + spent.worst + around.passing,
+        "saved": dense.saved + held,
+        "transient": dense.recomputed + spent.everything - held + spent.worst + dense.passing,
     }
-    same = ("port", "unhidden", "ends", "logits", "p2p_bytes", "full")
-    return BlockArrays(**own, **{name: getattr(around, name) for name in same})
+    same = ("inter_node_backward", "unhidden", "ends", "logits", "p2p_bytes", "full")
+    return BlockArrays(**computed, **{name: getattr(dense, name) for name in same})
 
 
 def _paired(spent: MoECost, forward: Any, backward: Any, twice: Array) -> Array:
@@ -257,7 +268,7 @@ def _paired(spent: MoECost, forward: Any, backward: Any, twice: Array) -> Array:
 
 
 def _spent(
-    workload: Workload, of: Choices, dealt: EpChoices, links: LinkArrays, shapes: list[BlockShape], kinds: Layer
+    workload: Workload, of: Choices, dealt: EpChoices, links: LinkArrays, shapes: list[BlockShape], layer: Layer
 ) -> MoECost:
     """Arrays, of what is the same in many combinations worked out once."""
     near = np.array([topology.reaches["ep"].together for topology in links.topologies])[links.at]
@@ -271,7 +282,7 @@ def _spent(
         placed = links.topologies[links.at[at]].layout
         layout = structs.replace(placed, sp=sp, dispatch=DISPATCHES[dealt.dispatch[at]])
         spread = ExpertShape(tokens, tp, sp, layout.ep, int(dealt.dispatch[at]), int(near[at]))
-        rows.append(MoECost.of(workload, spread, layout, kinds))
+        rows.append(MoECost.of(workload, spread, layout, layer))
     return MoECost(*np.array(rows)[inverse.ravel()].T)
 
 

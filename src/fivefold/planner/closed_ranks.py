@@ -1,6 +1,6 @@
 """Closed forms of a model whose layers differ: each pipeline rank has the layers of its stages (closed.py).
 
-    UnlikeClosed({kinds: closed_of(kinds), ...}).memory()
+    UnlikeClosed({layer: closed_of(layer), ...}).memory()
 
 Each part is the closed form of a model of one kind of layer alone: it has the seconds and bytes of one such block.
 Which layers a rank has follows from how the stages are balanced, so a rank's parameters, saved activations and seconds
@@ -23,9 +23,9 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import Layer
 
 
-def own_share(spec: ModelSpec, of: Choices, kinds: Layer, ep: Array | int = 1) -> ParamShare:
-    """Parameters of a block of these kinds on one rank."""
-    shares = {tp: block_share(spec, tp, 1, kinds) for tp in np.unique(of.tp).tolist()}
+def block_params(spec: ModelSpec, of: Choices, layer: Layer, ep: Array | int = 1) -> ParamShare:
+    """Parameters of a block on one rank."""
+    shares = {tp: block_share(spec, tp, 1, layer) for tp in np.unique(of.tp).tolist()}
     dense: Any = np.array([shares[tp].dense if tp in shares else 0.0 for tp in range(max(shares) + 1)])[of.tp]
     return ParamShare(dense, next(iter(shares.values())).experts / ep)
 
@@ -47,11 +47,11 @@ def ranks_of(spec: ModelSpec, kinds: list[Layer], stages: tuple[tuple[int, ...],
     total = sum(map(len, stages))
     ends = [0, *accumulate(balanced(spec, total, seq))]
     found: dict[tuple[object, ...], RankLayers] = {}
-    for number, own in enumerate(stages):
-        layers = [[spec.kinds(layer) for layer in range(ends[stage], ends[stage + 1])] for stage in own]
+    for number, own_stages in enumerate(stages):
+        layers = [[spec.kinds(layer) for layer in range(ends[stage], ends[stage + 1])] for stage in own_stages]
         counts = tuple(sum(stage.count(kind) for stage in layers) for kind in kinds)
         later = tuple(_later(kind, kinds, layers) for kind in kinds)
-        rank = RankLayers(number, 0 in own, total - 1 in own, counts, later)
+        rank = RankLayers(number, 0 in own_stages, total - 1 in own_stages, counts, later)
         found.setdefault(rank[1:], rank)
     return list(found.values())
 
@@ -112,7 +112,7 @@ class UnlikeClosed:
         return self.any.step(busiest, (many * each).sum(axis=0) + ends) + self.after()
 
     def parameters(self, rank: RankArrays) -> ParamShare:
-        spec, shares = self.any.workload.spec, [part.own for part in self.parts.values()]
+        spec, shares = self.any.workload.spec, [part.block_params for part in self.parts.values()]
         dense, experts = (
             sum(count * share[at] for count, share in zip(rank.counts, shares, strict=True)) for at in (0, 1)
         )
@@ -126,13 +126,16 @@ class UnlikeClosed:
         for rank in self.ranks:
             count = self.parameters(rank)
             forward, backward = (
-                np.sum([many * own for many, own in zip(rank.counts, each, strict=True)], axis=0)
-                for each in ([block.forward for block in blocks], [block.backward - block.port for block in blocks])
+                np.sum([many * of_kind for many, of_kind in zip(rank.counts, each, strict=True)], axis=0)
+                for each in (
+                    [block.forward for block in blocks],
+                    [block.backward - block.inter_node_backward for block in blocks],
+                )
             )
             left = zero.exposed_sync(count, of.zero, of.microbatches, forward, np.maximum(0.0, backward))
-            ends = zero.at_embedding_and_head(count, of.tp, of.microbatches, forward / self.any.chunks)
-            own = zero.optimizer(count, of.zero) + np.where(of.zero == 3, ends, left)
-            seconds = np.where(count.total > most, own, seconds)
+            ends = zero.exposed_zero3_outside_blocks(count, of.tp, of.microbatches, forward / self.any.chunks)
+            of_rank = zero.optimizer(count, of.zero) + np.where(of.zero == 3, ends, left)
+            seconds = np.where(count.total > most, of_rank, seconds)
             most = np.maximum(most, count.total)
         return np.asarray(seconds)
 
@@ -146,11 +149,11 @@ class UnlikeClosed:
         fullest = np.zeros(len(self.any.of.tp))
         for rank in self.ranks:
             flying = self._flying(rank.number)
-            held = flying * sum(count * own for count, own in zip(rank.counts, saved, strict=True))
+            held = flying * sum(count * of_kind for count, of_kind in zip(rank.counts, saved, strict=True))
             moment = logits * rank.last
-            for count, later, own in zip(rank.counts, rank.later, worst, strict=True):
+            for count, later, of_kind in zip(rank.counts, rank.later, worst, strict=True):
                 freed = sum(behind * each for behind, each in zip(later, saved, strict=True))
-                moment = np.maximum(moment, np.where(count > 0, own - freed, 0.0))
+                moment = np.maximum(moment, np.where(count > 0, of_kind - freed, 0.0))
             fullest = np.maximum(fullest, self.any.taken(self.parameters(rank), flying, held + moment))
         return fullest
 
@@ -171,15 +174,15 @@ def closed_by_kind(
 ) -> list[Closed]:
     """The closed forms of a model without experts, of each kind of layer."""
     spec, parts = workload.spec, []
-    for kinds in spec.counted():
-        block = BlockArrays.of_all(workload, shapes, of.shape, kinds)
+    for layer in spec.counted():
+        block = BlockArrays.of_all(workload, shapes, of.shape, layer)
         # Where layers are alike, what tp does not divide, which is little, counts as if it did.
-        dense: Any = spec.block_parameter_count(kinds) / of.tp
-        own = ParamShare(dense, 0.0) if len(spec.counted()) == 1 else own_share(spec, of, kinds)
-        parts.append(Closed(workload, of, block, own, pipelines))
+        dense: Any = spec.block_parameter_count(layer) / of.tp
+        params = ParamShare(dense, 0.0) if len(spec.counted()) == 1 else block_params(spec, of, layer)
+        parts.append(Closed(workload, of, block, params, pipelines))
     return parts
 
 
 def joined(spec: ModelSpec, parts: Sequence[Closed]) -> Closed | UnlikeClosed:
-    """The closed form of a model of these kinds, in the order of `spec.counted()`."""
+    """The closed form of a model from those of its kinds of layer, in the order of `spec.counted()`."""
     return parts[0] if len(parts) == 1 else UnlikeClosed(dict(zip(spec.counted(), parts, strict=True)))

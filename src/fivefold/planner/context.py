@@ -11,7 +11,7 @@ from msgspec import structs
 
 from fivefold.cost.attention import LayerAttention, Method, allgather, compare, possible, ring, splits
 from fivefold.cost.collective_time import Topology
-from fivefold.cost.kernels import QUERIES, Device
+from fivefold.cost.kernels import ATTENTION_TILE, Device
 from fivefold.cost.software import Attention
 from fivefold.cost.step import Workload
 from fivefold.cost.systems import software_of
@@ -68,7 +68,7 @@ def changes(ask: Callable[[int], T], numbers: Sequence[int], step: int) -> list[
 
 
 def _over_lengths(case: LayerAttention, ask: Callable[[LayerAttention], T]) -> list[Since[T]]:
-    step = 2 * case.ranks * QUERIES  # pieces are whole tiles
+    step = 2 * case.ranks * ATTENTION_TILE  # pieces are whole tiles
     doubled = [step << power for power in range(64) if step << power <= max(LONGEST, step)]
     return changes(lambda seq: ask(replace(case, seq=seq)), doubled, step)
 
@@ -85,7 +85,7 @@ def ring_or_gather(case: LayerAttention) -> list[Since[ContextKind]]:
 
 def ring_is_free(case: LayerAttention) -> list[Since[bool]]:
     """Whether attention hides every send of a ring but that of the last gradient."""
-    return _over_lengths(case, lambda at_length: ring(at_length).waits == 0)
+    return _over_lengths(case, lambda at_length: ring(at_length).ring_wait == 0)
 
 
 class Degree(NamedTuple):
@@ -347,14 +347,14 @@ def context(
         raise UserError(problems, "compare.cp")
     device = Device.of(group.accelerator)
     case = LayerAttention(
-        seq,
-        spec.heads // tp,
-        len(kv_head(spec, layout, 0)),
-        spec.head_dim,
-        device,
-        Topology(device, group.gpus, layout),
-        kernel=profile.attention,
-        partial=profile.cp_attention or profile.attention,
+        seq=seq,
+        heads=spec.heads // tp,
+        kv_heads=len(kv_head(spec, layout, 0)),
+        head_dim=spec.head_dim,
+        device=device,
+        topology=Topology(device, group.gpus, layout),
+        full_kernel=profile.attention,
+        partial_kernel=profile.cp_attention or profile.attention,
     )
     return ContextResult(spec.name, str(machines), case, machines.world // tp)
 
@@ -527,7 +527,7 @@ def _with(workload: Workload, kernel: str) -> Workload:
     name = KERNELS[-2] if kernel == PEAK else kernel
     device = Device.of(workload.cluster.groups[0].accelerator)
     if kernel == PEAK:
-        device = replace(device, reached=structs.replace(device.reached, **{name: 1.0}))
+        device = replace(device, achieved=structs.replace(device.achieved, **{name: 1.0}))
     return replace(workload, device=device, software=workload.software.but(attention=name, cp_attention=name))
 
 

@@ -95,14 +95,14 @@ def traits(workload: Workload) -> Traits:
 def _system(workload: Workload) -> str:
     if workload.first_device.accelerator.is_cpu:
         return "CPUs"
-    if workload.software.pointwise == "fivefold" and workload.first_device.reached.source.startswith("measured"):
+    if workload.software.pointwise == "fivefold" and workload.first_device.achieved.source.startswith("measured"):
         return "calibrated"  # this code, on a device whose kernels were measured
     return "eager" if workload.software.pointwise == "eager" else "fused"
 
 
 def step_range(workload: Workload) -> Range | None:
     """Of a step's time. None on a CPU that nobody has calibrated: what such a core reaches is a mere assumption."""
-    if workload.first_device.reached.source.startswith("assumed"):
+    if workload.first_device.achieved.source.startswith("assumed"):
         return None
     return bands().time.range(traits(workload))
 

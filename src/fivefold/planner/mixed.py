@@ -135,8 +135,8 @@ def by_load(workload: Workload, caps: Sequence[int]) -> list[int]:
     pp, owner = workload.layout.pp, workload.layout.placement.owner
     each = [_total(workload.block_cost_of(rank).block) for rank in range(pp)]
     load, layers = [0.0] * pp, [0] * pp
-    load[owner[0]] += _total(workload.block_cost_of(owner[0]).bottom)
-    load[owner[-1]] += _total(workload.block_cost_of(owner[-1]).top)
+    load[owner[0]] += _total(workload.block_cost_of(owner[0]).embedding)
+    load[owner[-1]] += _total(workload.block_cost_of(owner[-1]).head_and_loss)
     for _ in range(workload.spec.layers):
         # Among equals the later one, which holds fewer microbatches.
         free = [rank for rank in reversed(range(pp)) if layers[rank] < caps[rank]]
@@ -152,9 +152,9 @@ def with_split(workload: Workload, layers: Sequence[int]) -> Workload:
     for rank, stages in enumerate(placement.of_rank):
         work, load = workload.block_cost_of(rank), dict.fromkeys(stages, 0.0)
         if 0 in load:
-            load[0] += _total(work.bottom)
+            load[0] += _total(work.embedding)
         if placement.stages - 1 in load:
-            load[placement.stages - 1] += _total(work.top)
+            load[placement.stages - 1] += _total(work.head_and_loss)
         for _ in range(layers[rank]):
             stage = min(reversed(stages), key=load.__getitem__)
             load[stage] += _total(work.block)

@@ -214,14 +214,14 @@ def halved(cluster: Cluster, factor: float) -> Cluster:
 
 def slowed(accelerator: Accelerator, factor: float) -> Accelerator:
     """The same device at a lower clock: rates, memory and the host's work are slower, links are not."""
-    reached, peak = Device.of(accelerator).reached, accelerator.peak
+    achieved, peak = Device.of(accelerator).achieved, accelerator.peak
     slow = {name: rate / factor for name in PRECISIONS if (rate := getattr(peak, name)) is not None}
-    times = {name: getattr(reached, name) * factor for name in ("launch", "host", "update")}
+    times = {name: getattr(achieved, name) * factor for name in ("launch", "host", "update")}
     return structs.replace(
         accelerator,
         peak=structs.replace(peak, **slow),
         memory_bandwidth=accelerator.memory_bandwidth / factor,
-        achieved=structs.replace(reached, **times),
+        achieved=structs.replace(achieved, **times),
     )
 
 

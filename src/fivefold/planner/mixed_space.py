@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import structs
 
 from fivefold.cost.activations import deferred_wgrad_bytes
-from fivefold.cost.forms import PipelineForm
+from fivefold.cost.closed_forms import PipelineForm
 from fivefold.cost.moe import ParamShare
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, USABLE_FRACTION
 from fivefold.cost.step import Workload
@@ -87,21 +87,23 @@ class MixedClosed:
         return np.asarray(state["fsdp"].total)
 
     @cached_property
-    def waiting(self) -> list[Array]:
-        """Bytes per layer, by kind, that wait for their weights' gradients where a backward pass is split."""
-        return [self._waiting(kind, part.block.saved) for kind, part in zip(self._kinds, self.groups[0], strict=True)]
+    def wgrad_excess(self) -> list[Array]:
+        """Bytes per layer, by kind, that are held for W beyond what was saved, where backward is split."""
+        return [
+            self._wgrad_excess(kind, part.block.saved) for kind, part in zip(self._kinds, self.groups[0], strict=True)
+        ]
 
     @property
     def _kinds(self) -> list[Layer]:
         return list(self.query.workload.spec.counted())
 
-    def _waiting(self, kind: Layer, saved: Any) -> Array:
+    def _wgrad_excess(self, kind: Layer, saved: Any) -> Array:
         workload, deferred = self.query.workload, []
         for shape in self.shapes:
             layout = Layout(tp=shape.tp, cp=shape.cp, cp_kind=shape.cp_kind, sp=shape.sp, recompute=shape.recompute)
             tokens = shape.samples * workload.seq // shape.cp
-            wide = workload.block_cost.activation_bytes
-            deferred.append(deferred_wgrad_bytes(workload.spec, layout, tokens, wide, kind))
+            activation_bytes = workload.block_cost.activation_bytes
+            deferred.append(deferred_wgrad_bytes(workload.spec, layout, tokens, activation_bytes, kind))
         return np.where(self.splits, np.maximum(0.0, np.array(deferred)[self.of.shape] - saved), 0.0)
 
     def of_rows(self, rows: Array, ranks: list[int]) -> tuple[Array, Array]:
@@ -114,7 +116,8 @@ class MixedClosed:
         by_group = np.stack([np.asarray(kinds[0].block.ends)[rows] for kinds in self.groups], axis=1)
         ends[at, last] = by_group[at, np.array(ranks)[last]]
         fixed, per_layer, room = self._memory(rows, ranks, last)
-        each = np.stack([[own[rows] for own in self.each[group]] for group in ranks], axis=-1)  # [kinds, rows, ranks]
+        # [kinds, rows, ranks]
+        each = np.stack([[of_kind[rows] for of_kind in self.each[group]] for group in ranks], axis=-1)
         deal = _deal_alike if len(each) == 1 else partial(_deal_unlike, self.counts)
         seconds, held, slowest = deal(each, ends, per_layer, room - fixed, self.query.workload.spec.layers)
         share = ((fixed + held) * (1 + FRAGMENTATION) + CUDA_CONTEXT_BYTES) / self._devices(ranks)
@@ -126,16 +129,17 @@ class MixedClosed:
     def _memory(self, rows: Array, ranks: list[int], last: Array) -> tuple[Array, Array, Array]:
         """By rank: bytes without any layer, bytes of each layer by kind, and what the device has room for."""
         spec, software, p = self.query.workload.spec, self.query.workload.software, len(ranks)
-        closed, of, rank = self.first, self.of, np.arange(p)
-        logits, message = (np.asarray(column)[rows, None] for column in (closed.block.logits, closed.block.p2p_bytes))
-        chunks, tp = closed.chunks[rows, None], of.tp[rows, None]
+        first, rank = self.first, np.arange(p)
+        logits, message = (np.asarray(column)[rows, None] for column in (first.block.logits, first.block.p2p_bytes))
+        chunks, tp = first.chunks[rows, None], self.of.tp[rows, None]
         state = self.bytes_of_a_parameter[rows, None]
         flying = self._flying(rows, p)
         per_layer, transient = [], np.zeros((len(rows), 1))
-        for kind, own, waiting in zip(self._kinds, self.groups[0], self.waiting, strict=True):
-            kept = state * spec.block_parameter_count(kind) / tp + np.asarray(own.block.saved)[rows, None] * flying
-            per_layer.append(kept + waiting[rows, None] / chunks)
-            transient = np.maximum(transient, (own.block.transient + own.gathered())[rows, None])
+        for kind, closed, excess in zip(self._kinds, self.groups[0], self.wgrad_excess, strict=True):
+            saved = np.asarray(closed.block.saved)[rows, None]
+            kept = state * spec.block_parameter_count(kind) / tp + saved * flying
+            per_layer.append(kept + excess[rows, None] / chunks)
+            transient = np.maximum(transient, (closed.block.transient + closed.gathered())[rows, None])
         table = state * spec.vocab * spec.hidden / tp
         is_last = rank[None, :] == last[:, None]
         fixed = table * ((rank == 0)[None, :] + 0.0 + is_last) + software.bucket_bytes
@@ -156,9 +160,9 @@ class MixedClosed:
         return flying
 
     def _pipeline(self, rows: Array, loads: Array, slowest: Array) -> Array:
-        closed, hides = self.first, self.query.workload.software.hides("pp")
-        form = PipelineForm(*(column[rows] for column in closed.form))
-        return np.asarray(form.seconds(slowest, loads.sum(axis=1), closed.sending()[rows], hides))
+        form = PipelineForm(*(column[rows] for column in self.first.form))
+        overlap_fraction = self.query.workload.software.hides("pp")
+        return np.asarray(form.seconds(slowest, loads.sum(axis=1), self.first.sending()[rows], overlap_fraction))
 
 
 Dealt = tuple[Array, Array, Array]  # of each rank its seconds and its layers' bytes; and the slowest's seconds

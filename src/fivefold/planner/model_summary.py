@@ -36,13 +36,13 @@ class ModelResult(Result):
         spec, parts = self.spec, Counter[str]()
         for param in msgspec.structs.replace(spec, layers=0).parameters():
             parts["head" if param.kind == "linear" else _PARTS[param.kind]] += param.size
-        for kinds, times in spec.counted().items():
-            for param in spec.block_parameters(spec.first(kinds)):
+        for layer, times in spec.counted().items():
+            for param in spec.block_parameters(spec.first(layer)):
                 if param.kind in ("norm", "bias"):
                     parts[_PARTS[param.kind]] += times * param.size
                 elif param.kind == "filter":
                     parts["other mixers"] += times * param.size
-            for matmul in block(spec, layer=kinds).matmuls:
+            for matmul in block(spec, layer=layer).matmuls:
                 branch = matmul.branch if matmul.branch in _ORDER else "other mixers"
                 parts["experts" if matmul.experts else branch] += times * matmul.size
         return {name: parts[name] for name in _ORDER if parts[name]}

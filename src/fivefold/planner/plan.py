@@ -166,7 +166,7 @@ def workload_of(job: Job, cluster: Cluster, precision: str = "", software: str =
     return Workload(job.model, job.layout, cluster, job.data.seq, job.train.batch, precision, profile)
 
 
-def as_it_stands(job: Job, cluster: Cluster) -> Option:
+def plan_given_layout(job: Job, cluster: Cluster) -> Option:
     """A job's own layout on a cluster."""
     return option_of(_rated(workload_of(job, cluster)), job.layout)
 

@@ -300,7 +300,7 @@ def missed(service: Service, options: list[ServingOption]) -> str:
 
 def unlike(spec: ModelSpec) -> list[str]:
     """What serving does not know the cost of: other blocks than of attention and an MLP."""
-    if all(kinds.attends and kinds.mlp and not is_plugin(kinds.mlp.name) for kinds in spec.counted()):
+    if all(layer.attends and layer.mlp and not is_plugin(layer.mlp.name) for layer in spec.counted()):
         return []
     return [f"{spec.name} has layers that are not attention and an MLP, and serving knows the cost of no others"]
 

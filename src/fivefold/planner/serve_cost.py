@@ -5,8 +5,7 @@
     replica.prefill(prompt=1024).latency            # seconds to the first token
 
 A decode step multiplies a few rows with every weight: it takes as long as the weights and the cache take to be read,
-plus what each kernel and each all-reduce costs however little it does. Letters as in `cost/block.py`. Of experts it
-reads those that its tokens visit.
+plus what each kernel and each all-reduce costs however little it does. Of experts it reads those that its tokens visit.
 
 Latent attention (MLA) decodes over the latents themselves: the product that makes keys of them goes to the query, the
 one that makes values to the output, so the same weights are read once, and every head works on the kv_rank + rope_dim
@@ -29,8 +28,8 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from fivefold.cost.collective_time import NCCL_BASE, Kind, Topology, flagged
-from fivefold.cost.kernels import Device, plus, remade, times
-from fivefold.cost.moe import GROUPED, dense_gemms
+from fivefold.cost.kernels import Device, mla_up_projections
+from fivefold.cost.moe import GROUPED_GEMM_EFFICIENCY, dense_gemms
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, USABLE_FRACTION
 from fivefold.cost.software import MOVED, Attention
 from fivefold.hardware.accelerators import software
@@ -41,6 +40,7 @@ from fivefold.spec.kinds import CACHE
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block, head
 from fivefold.spec.pattern import Layer
+from fivefold.support.fieldwise import plus, scaled
 from fivefold.support.plugin_calls import ask
 from fivefold.support.text import divisors
 
@@ -138,7 +138,7 @@ def mixture(replica: "Replica", rows: int, busy: int) -> Parts:
     router = replica.matmul(rows, experts.count, spec.hidden, "bf16")
     active = (MOVED["fused"].swiglu if gated else MOVED["fused"].gelu)[0]
     moved = peak_rows * (active * inner + 2 * 4.0 * spec.hidden)  # rows are put into order, and added up
-    launch = ROUTING * device.reached.launch
+    launch = ROUTING * device.achieved.launch
     rest = Parts(pointwise=device.stream(moved, 0), launch=launch, ep=exchange(replica, rows))
     return plus(router, *products, rest)
 
@@ -147,8 +147,8 @@ def _grouped(replica: "Replica", rows: float, n: int, k: int, hit: float) -> Par
     """A product of `hit` experts in one kernel. What was measured of grouped kernels is their pace at tensor cores."""
     groups = math.ceil(hit)
     parts = replica.matmul(max(1, math.ceil(rows / hit)), n, k, replica.precision, groups)
-    share = times(parts, hit / groups)
-    return share._replace(compute=share.compute / GROUPED, launch=parts.launch)
+    share = scaled(parts, hit / groups)
+    return share._replace(compute=share.compute / GROUPED_GEMM_EFFICIENCY, launch=parts.launch)
 
 
 def exchange(replica: "Replica", rows: int) -> float:
@@ -253,17 +253,17 @@ class Replica:
         """Seconds under the better of the two protocols, as NCCL chooses."""
         if self.topology.reaches[axis].ranks == 1:
             return 0.0
-        base = self.device.reached.launch + NCCL_BASE * self.topology.across(axis)
+        base = self.device.achieved.launch + NCCL_BASE * self.topology.across(axis)
         return base + min(self.topology.time(kind, axis, payload), self._fast.time(kind, axis, payload))
 
     @cached_property
     def _free(self) -> Device:
         """Its tensor cores take no time: what remains is the bytes."""
-        return self.device.but(gemm=math.inf, fp8=math.inf)
+        return self.device.achieving(gemm=math.inf, fp8=math.inf)
 
     def matmul(self, m: int, n: int, k: int, precision: str, groups: int = 1) -> Parts:
         """Of `groups` of the same shape, in one kernel."""
-        launch = self.device.reached.launch
+        launch = self.device.achieved.launch
         seconds = self.device.gemm(m, n, k, precision, groups) - launch
         free = self._free.gemm(m, n, k, precision, groups) - launch
         if m < TILE:
@@ -273,10 +273,10 @@ class Replica:
         )
 
     def rows(self, rows: int, layer: Layer | None = None, busy: int = 0) -> Parts:
-        """Of a block of these kinds, or of the last, for so many tokens of a tp group at once, without attention.
+        """Of a block of this kind, or of the last, for so many tokens of a tp group at once, without attention.
         `busy`: groups that have tokens, all of them unless it is said."""
-        kinds = layer or self.spec.kinds(self.spec.layers - 1)
-        spec, device, operations, routed = self.spec, self.device, block(self.spec, self.tp, kinds), kinds.routed
+        layer = layer or self.spec.kinds(self.spec.layers - 1)
+        spec, device, operations, routed = self.spec, self.device, block(self.spec, self.tp, layer), layer.routed
         matmuls = (self.matmul(*shape, self.precision) for shape in dense_gemms(operations.matmuls, rows, False, 1))
         moved = MOVED["fused"]
         norm = getattr(moved, spec.norm)[0] + moved.residual[0]
@@ -292,14 +292,14 @@ class Replica:
         gathers = routed and self.dp > 1 and not wide
         second: Kind = "all-gather" if gathers else "all-reduce"
         reduce = sum(self.collective(kind, "tp", 2.0 * rows * spec.hidden) for kind in ("all-reduce", second))
-        rest = Parts(pointwise=device.stream(rows * size, 0), launch=kernels * device.reached.launch, tp=reduce)
+        rest = Parts(pointwise=device.stream(rows * size, 0), launch=kernels * device.achieved.launch, tp=reduce)
         return plus(*matmuls, rest, *([mixture(self, rows, busy or self.dp)] if routed else []))
 
     def _bottom(self, rows: int) -> Parts:
         """The embedding."""
         moved = 4.0 * rows * self.spec.hidden
         reduce = self.collective("all-reduce", "tp", moved / 2)
-        return Parts(pointwise=self.device.stream(moved, 0), launch=2 * self.device.reached.launch, tp=reduce)
+        return Parts(pointwise=self.device.stream(moved, 0), launch=2 * self.device.achieved.launch, tp=reduce)
 
     def _top(self, rows: int) -> Parts:
         """The last norm, the head and the choice of a token; every tp rank has all logits for that."""
@@ -307,24 +307,25 @@ class Replica:
         logits = self.matmul(rows, head(spec, self.tp).outputs, spec.hidden, "bf16")
         gather = self.collective("all-gather", "tp", 2.0 * rows * spec.vocab)
         moved = LOGIT_BYTES * rows * spec.vocab
-        rest = Parts(pointwise=self.device.stream(moved, 0), launch=SAMPLING * self.device.reached.launch, tp=gather)
+        rest = Parts(pointwise=self.device.stream(moved, 0), launch=SAMPLING * self.device.achieved.launch, tp=gather)
         return plus(logits, rest)
 
     def cache_read(self, context: float, layer: Layer | None = None) -> float:
-        """Bytes that one GPU reads for one sequence in one block of these kinds, or the last, and holds of it: what the
-        kinds say that they keep."""
-        kinds = layer or self.spec.kinds(self.spec.layers - 1)
-        return self.cache_bytes * kept(self.spec, self.tp, kinds, context)
+        """Bytes that one GPU reads for one sequence in one block of this kind, or the last, and holds of it: what its
+        mixer and MLP say that they keep."""
+        layer = layer or self.spec.kinds(self.spec.layers - 1)
+        return self.cache_bytes * kept(self.spec, self.tp, layer, context)
 
     def attend(self, rows: int, context: float, layer: Layer | None = None) -> Parts:
         """Of a block: one query of each of `rows` sequences."""
         read = self.device.stream(rows * self.cache_read(context, layer), 0)
-        own = self.block if layer is None else block(self.spec, self.tp, layer)
-        if not own.latent:
+        operations = self.block if layer is None else block(self.spec, self.tp, layer)
+        if not operations.latent:
             return Parts(cache=read)
-        latent = own.attending.ups[-1][0].inputs  # of keys and values; scores are with it and the key of positions
-        flops = 2.0 * rows * own.attention.heads * (2 * latent + own.attending.unread) * context
-        work = flops / (self.device.peak() * getattr(self.device.reached, ATTENTION))
+        latent = operations.attending.ups[-1][0].inputs
+        features = 2 * latent + operations.attending.unread  # scores also meet the rotary key, values do not
+        flops = 2.0 * rows * operations.attention.heads * features * context
+        work = flops / (self.device.peak() * getattr(self.device.achieved, ATTENTION))
         return Parts(compute=work) if work > read else Parts(cache=read)
 
     @cached_property
@@ -337,7 +338,7 @@ class Replica:
         by_kind = {kind: layer(kind) for kind in set().union(*self._kinds)}
         loads = []
         for stage, kinds in zip(self.stages, self._kinds, strict=True):
-            blocks = (times(by_kind[kind], count) for kind, count in kinds.items())
+            blocks = (scaled(by_kind[kind], count) for kind, count in kinds.items())
             loads.append(plus(Parts(), *blocks, *[bottom] * stage.first, *[top] * stage.last))
         return loads
 
@@ -381,15 +382,17 @@ class Replica:
         least = 0.0 if self.graphs else software().host * chunks
 
         def layer(kind: Layer) -> Parts:
-            own = block(spec, self.tp, kind)
-            attention, dim = own.attention, (own.attention.head_dim + own.attention.v_dim) / 2
-            sizes = (count, attention.heads, dim, prompt, attention.keys(prompt / 2))
-            attend = self.device.attention(ATTENTION, *sizes)[0] if attention.heads else 0.0
-            earlier = remade(own, rows * (chunks - 1) // 2)[-1:] if chunks > 1 else []  # keys and values
+            operations = block(spec, self.tp, kind)
+            scores = operations.attention
+            dim = (scores.head_dim + scores.v_dim) / 2
+            sizes = (count, scores.heads, dim, prompt, scores.keys(prompt / 2))
+            attend = self.device.attention(ATTENTION, *sizes)[0] if scores.heads else 0.0
+            # Keys and values of earlier chunks are made of their latents again.
+            earlier = mla_up_projections(operations, rows * (chunks - 1) // 2)[-1:] if chunks > 1 else []
             again = sum(self.matmul(*up, self.precision).total for up in earlier)
             return Parts(compute=max(least, (self.rows(rows, kind, busy).total + again) * chunks + attend))
 
-        bottom, top = times(self._bottom(rows), chunks), self._top(count)
+        bottom, top = scaled(self._bottom(rows), chunks), self._top(count)
         spent = [load.total for load in self._loads(layer, bottom, top)]
         sends = (self.pp - 1) * self.collective("send", "pp", 2.0 * rows * spec.hidden)
         return sum(spent) / chunks + (chunks - 1) / chunks * max(spent) + sends, max(spent)
@@ -461,34 +464,34 @@ def stage_weights(replica: Replica, stage: Stage) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _block_weights(spec: ModelSpec, tp: int, ranks: int, precision: str, kinds: Layer) -> float:
+def _block_weights(spec: ModelSpec, tp: int, ranks: int, precision: str, layer: Layer) -> float:
     """Bytes of a block on one rank: its part of the linears, and of the experts, which all ranks of a stage share;
     norms and routers are whole on every rank; biases hardly count."""
-    parameters = sum(parameter.size for parameter in spec.block_parameters(spec.first(kinds)))
-    rest = parameters - sum(matmul.size for matmul in _narrow(spec, 1, kinds))
-    linears = sum(matmul.size / (ranks if matmul.experts else 1) for matmul in _narrow(spec, tp, kinds))
+    parameters = sum(parameter.size for parameter in spec.block_parameters(spec.first(layer)))
+    rest = parameters - sum(matmul.size for matmul in _low_precision_linears(spec, 1, layer))
+    linears = sum(matmul.size / (ranks if matmul.experts else 1) for matmul in _low_precision_linears(spec, tp, layer))
     return linear_bytes(precision) * linears + 2.0 * rest
 
 
-def _narrow(spec: ModelSpec, tp: int, kinds: Layer) -> list[Matmul]:
+def _low_precision_linears(spec: ModelSpec, tp: int, layer: Layer) -> list[Matmul]:
     """The linears that may be in 8 bits: all but routers."""
-    return [matmul for matmul in block(spec, tp, kinds).matmuls if matmul.tp != "replicated_partial"]
+    return [matmul for matmul in block(spec, tp, layer).matmuls if matmul.tp != "replicated_partial"]
 
 
 def whole_weights(spec: ModelSpec, precision: str) -> float:
     """Bytes of the model, once."""
     kinds = spec.counted().items()
-    linears = sum(count * sum(matmul.size for matmul in _narrow(spec, 1, kind)) for kind, count in kinds)
+    linears = sum(count * sum(matmul.size for matmul in _low_precision_linears(spec, 1, kind)) for kind, count in kinds)
     return linear_bytes(precision) * linears + 2.0 * (spec.parameter_count - linears)
 
 
 def whole_cache(spec: ModelSpec, cache_bytes: int, tokens: int = 1) -> float:
     """Bytes that so many tokens leave in the cache, over all layers; in those with a window no more than it holds."""
-    return cache_bytes * sum(count * kept(spec, 1, kinds, tokens) for kinds, count in spec.counted().items())
+    return cache_bytes * sum(count * kept(spec, 1, layer, tokens) for layer, count in spec.counted().items())
 
 
 def kept(spec: ModelSpec, tp: int, layer: Layer, tokens: float) -> float:
-    """Numbers that a block of these kinds keeps of so many tokens on one of `tp` ranks."""
+    """Numbers that a block keeps of so many tokens on one of `tp` ranks."""
     caches = (ask(kind, "cache", spec, tp, wanted=CACHE) for kind in layer.branches)
     return sum(cache.numbers(tokens) for cache in caches if cache is not None)
 

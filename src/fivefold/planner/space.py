@@ -238,7 +238,7 @@ def dealt_out(query: SearchQuery, shapes: list[BlockShape], of: Choices) -> tupl
     indices, eps, kinds = [], [], []
     # Bytes of a parameter that no number of ranks divides, by ZeRO stage.
     least = np.array([workload.software.accounting.state(1.0, 0.0, stage, 2).total for stage in range(4)])
-    held = sum(count * block_share(spec, 1, 1, kinds).experts for kinds, count in spec.counted().items())
+    held = sum(count * block_share(spec, 1, 1, layer).experts for layer, count in spec.counted().items())
     for ep, (kind, name) in product(query.free("ep", divisors(spec.experts.count)), enumerate(DISPATCHES)):
         if query.fixed.get("dispatch", name) != name or (name == "allgather" and ep > spec.experts.top_k):
             continue

@@ -172,7 +172,7 @@ def _tensor(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
         "the forward pass runs twice" if layout.recompute == "full" else "",
         "layers of experts have two of the four, unless one is shared" if spec.experts is not None else "",
         "latent attention sends latents instead of the stream"
-        if any(block(spec, layer=kinds).latent for kinds in spec.counted()) else "",
+        if any(block(spec, layer=layer).latent for layer in spec.counted()) else "",
         "embedding, head and loss send too",
         _own_layers(option, len(_layers(option)), spec.layers),
     )  # fmt: skip

@@ -108,35 +108,35 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """How many of these layers, or of all, are of each kind."""
         return Counter(self._kinds if layers is None else map(self.kinds, layers))
 
-    def first(self, kinds: Layer) -> int:
-        """The first layer of these kinds."""
-        return self._kinds.index(kinds)
+    def first(self, layer: Layer) -> int:
+        """The index of the first layer like this one."""
+        return self._kinds.index(layer)
 
     @cached_property
     def routed_layers(self) -> tuple[int, ...]:
         """Those with experts."""
-        return tuple(layer for layer, kinds in enumerate(self._kinds) if kinds.routed)
+        return tuple(index for index, layer in enumerate(self._kinds) if layer.routed)
 
     @cached_property
     def windowed(self) -> bool:
         """Whether a layer has a window."""
-        return any(block(self, layer=kinds).attention.window for kinds in self.counted())
+        return any(block(self, layer=layer).attention.window for layer in self.counted())
 
     @cached_property
     def attention_heads(self) -> tuple[tuple[int, int], ...]:
         """Heads and kv heads of the layers with attention; each such pair once."""
-        scores = (block(self, layer=kinds).attention for kinds in self.counted() if kinds.attends)
+        scores = (block(self, layer=layer).attention for layer in self.counted() if layer.attends)
         return tuple(dict.fromkeys((own.heads, own.kv_heads) for own in scores))
 
     @cached_property
     def attends(self) -> bool:
         """Whether a layer has attention."""
-        return any(kinds.attends for kinds in self.counted())
+        return any(layer.attends for layer in self.counted())
 
     @property
     def residual_writers(self) -> int:
         """How many branches write into the residual stream."""
-        return sum(count * len(kinds.branches) for kinds, count in self.counted().items())
+        return sum(count * len(layer.branches) for layer, count in self.counted().items())
 
     @property
     def tensor_widths(self) -> dict[int, BlockKind]:
@@ -146,7 +146,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @cached_property
     def branches(self) -> tuple[BlockKind, ...]:
         """The kinds of mixers and MLPs that there are, each once."""
-        return tuple(dict.fromkeys(kind for kinds in self.counted() for kind in kinds.branches))
+        return tuple(dict.fromkeys(kind for layer in self.counted() for kind in layer.branches))
 
     def buffers(self) -> dict[str, tuple[int, ...]]:
         """What the model keeps beside its parameters, by name and shape: no gradient changes it."""
@@ -185,22 +185,22 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def all_blocks_parameter_count(self) -> int:
-        return sum(count * self.block_parameter_count(kinds) for kinds, count in self.counted().items())
+        return sum(count * self.block_parameter_count(layer) for layer, count in self.counted().items())
 
     @property
     def active_parameters(self) -> int:
         """All but those of experts that a token does not visit."""
         idle = 0
-        for kinds, count in self.counted().items():
+        for layer, count in self.counted().items():
             idle += count * sum(
                 matmul.size - matmul.active + matmul.bias * (matmul.rows - matmul.outputs * max(1, matmul.chosen))
-                for matmul in block(self, layer=kinds).matmuls
+                for matmul in block(self, layer=layer).matmuls
             )
         return self.parameter_count - idle
 
-    def block_parameter_count(self, kinds: Layer) -> int:
-        """Elements of a block of these kinds."""
-        return sum(parameter.size for parameter in self.block_parameters(self.first(kinds)))
+    def block_parameter_count(self, layer: Layer) -> int:
+        """Elements of a block's parameters."""
+        return sum(parameter.size for parameter in self.block_parameters(self.first(layer)))
 
     @property
     def matmul_parameters(self) -> int:
@@ -208,7 +208,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         Of the experts of a layer those that the token visits.
         """
-        blocks = sum(count * block(self, layer=kinds).active for kinds, count in self.counted().items())
+        blocks = sum(count * block(self, layer=layer).active for layer, count in self.counted().items())
         return blocks + head(self).size
 
     def flops_per_token(self, seq: int, attention: Attention = "full") -> int:
@@ -221,8 +221,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         keys = seq if attention == "full" else seq / 2
         rest = 0
-        for kinds, count in self.counted().items():
-            rest += count * round(block(self, layer=kinds).rest(keys))
+        for layer, count in self.counted().items():
+            rest += count * round(block(self, layer=layer).rest(keys))
         return 6 * self.matmul_parameters + 3 * rest
 
     # ---- validation ----------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def _layer_of(self, kind: BlockKind) -> int:
         """The first layer that has it."""
-        return next(layer for layer, kinds in enumerate(self._kinds) if kind in kinds.branches)
+        return next(index for index, layer in enumerate(self._kinds) if kind in layer.branches)
 
     def _latent(self) -> list[str]:
         """What does not go with latent attention."""

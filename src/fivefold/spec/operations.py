@@ -225,8 +225,8 @@ class Elementwise(NamedTuple):
     moved: tuple[float, float] = (0.0, 0.0)  # bytes that each feature moves, forward and backward, of 2-byte numbers
     saved: float = 0.0  # numbers for each feature that backward reads; selective recompute makes them again
 
-    def share(self, tp: int, sp: bool) -> float:
-        """Features a token on one tp rank."""
+    def features_per_rank(self, tp: int, sp: bool) -> float:
+        """Features of a token on one tp rank, or of its part of the tokens under sp."""
         return self.width / (tp if sp or not self.stream else 1)
 
 

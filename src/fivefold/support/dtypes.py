@@ -36,6 +36,11 @@ def wide_bytes(dtype: str) -> int:
     return max(BYTES["float32"], BYTES[dtype])
 
 
+def accum_bytes(compute_bytes: int) -> int:
+    """The same for a computation in elements of so many bytes."""
+    return max(BYTES["float32"], compute_bytes)
+
+
 def dtype_of_bytes(wide: int) -> Dtype:
     """The dtype of jobs whose elements have so many bytes."""
     return next(dtype for dtype in DTYPES if BYTES[dtype] == wide)
