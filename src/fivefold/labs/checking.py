@@ -7,19 +7,19 @@ The verdict is made here, from the tensors and messages that ranks return: what 
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fivefold.foreign.adapter import layout_text, product
+from fivefold.foreign.adapter import layout_text
 from fivefold.foreign.layout_proof import LayoutProof
 from fivefold.foreign.verify import verify_adapter
 from fivefold.labs.catalogue import lab_in
-from fivefold.labs.lab import Case, Lab, Sums
-from fivefold.labs.messages import ANSWER, FOLDER, read, sent, stuck, told, wire_of
+from fivefold.labs.lab import Case, Lab
+from fivefold.labs.messages import ANSWER, FOLDER, Message, busiest, read, stuck, sums, told, wire_of
 from fivefold.labs.probes import differences
 from fivefold.render.blocks import Block, Result, Table, Text, mark
 from fivefold.support.text import counted
@@ -35,8 +35,7 @@ class Outcome:
     case: Case
     proof: LayoutProof
     problems: tuple[str, ...]
-    sums: Sums  # what its step sent
-    needed: Sums | None
+    sent: Sequence[Message]  # by the rank that sends most, in one step
 
     @property
     def passed(self) -> bool:
@@ -63,13 +62,13 @@ class LabCheck(Result):
 
     def to_dict(self) -> dict[str, Any]:
         rows = [{"case": one.case.model, "layout": one.proof.layout, "passed": one.passed, "problems": [*one.problems],
-                 "sent": {kind: {"calls": calls, "bytes": size} for kind, (calls, size) in one.sums.items()}}
+                 "sent": {kind: {"calls": calls, "bytes": size} for kind, (calls, size) in sums(one.sent).items()}}
                 for one in self.outcomes]  # fmt: skip
         return {"lab": self.lab.name, "passed": self.ok, "summary": self.summary, "layouts": rows}
 
     def blocks(self) -> Iterator[Block]:
         rows = [
-            [one.case.about, layout_text(one.proof.layout), told(one.sums), mark(one.passed)] for one in self.outcomes
+            [one.case.about, layout_text(one.proof.layout), told(one.sent), mark(one.passed)] for one in self.outcomes
         ]
         yield Table(["~case", "layout", "~a rank sends", ""], rows, title=self.lab.title)
         said: list[str] = []
@@ -118,8 +117,7 @@ def _unwritten(outcome: Outcome) -> bool:
 def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
     layout = {key: int(value) for key, value in proof.layout.items()}
     messages = read(folder, layout_text(proof.layout), proof.world)
-    sums = sent(messages)
-    needed = case.needs(layout) if case.needs else None
+    sent = busiest(messages)
     # What differs first on the way forward says more than the gradients that follow from it.
     on_the_way = [_hinted(lab, text) for text in differences(folder, proof.layout, proof.world, case.probes)]
     if proof.broken:
@@ -128,8 +126,8 @@ def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
     elif not proof.passed:
         problems = on_the_way or _causes(lab, proof)
     else:
-        problems = _too_much(sums, needed, product(proof.layout))
-    return Outcome(case, proof, tuple(problems), sums, needed)
+        problems = _too_much(sent, case.needs(layout) if case.needs else None)
+    return Outcome(case, proof, tuple(problems), sent)
 
 
 def _causes(lab: Lab, proof: LayoutProof) -> list[str]:
@@ -147,19 +145,16 @@ def _hinted(lab: Lab, text: str, likely: str = "") -> str:
     return f"{text}: {hint}" if hint else text
 
 
-def _too_much(sums: Sums, needed: Sums | None, size: int) -> list[str]:
+def _too_much(sent: Sequence[Message], needed: Sequence[Message] | None) -> list[str]:
     """Right, and dearer than it has to be."""
     if needed is None:
         return []
-    own, least = wire_of(sums, size), wire_of(needed, size)
-    if own > least * (1 + 1e-9):
-        return [
-            f"the numbers are right, but a rank sends {told(sums)}, {own / least:.3g} x the bytes of {told(needed)}, "
-            "which are enough"
-        ]
-    calls, few = (sum(count for count, _ in one.values()) for one in (sums, needed))
-    if calls > few:
-        return [f"the numbers are right, but a rank sends {told(sums)} in {calls} calls, where {few} are enough"]
+    own, least = wire_of(sent), wire_of(needed)
+    if own > least:
+        times = f"{float(own / least):.3g} x the bytes of {told(needed)}" if least else "and nothing is needed"
+        return [f"the numbers are right, but a rank sends {told(sent)}, {times}"]
+    if len(sent) > len(needed):
+        return [f"the numbers are right, but a rank sends {told(sent)} where {told(needed)} are enough"]
     return []
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from fivefold.labs.messages import Message
+
 HOME = Path(__file__).parent
 F64 = 8  # bytes of an element: checks compute in float64
-Sums = Mapping[str, tuple[int, int]]  # kind of a collective -> calls and bytes
 
 
 class Case(NamedTuple):
@@ -17,7 +18,7 @@ class Case(NamedTuple):
     model: str  # an object in the lab's check.py
     layouts: tuple[str, ...]
     about: str  # what is awkward in it
-    needs: Callable[[Mapping[str, int]], Sums] | None = None  # what a layout's step has to send: its closed form
+    needs: Callable[[Mapping[str, int]], list[Message]] | None = None  # what a rank has to send in a step, by layout
     probes: Mapping[str, int | None] = MappingProxyType({})  # by name: the dimension in which ranks have parts, or None
 
 

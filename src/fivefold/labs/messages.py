@@ -51,20 +51,24 @@ def read(folder: Path, layout: str, world: int) -> list[list[Message]]:
     return ranks
 
 
-def sent(ranks: Sequence[Sequence[Message]]) -> dict[str, tuple[int, int]]:
-    """By kind, calls and bytes of the rank that sends most: receives are the other side of sends."""
-    most = max(ranks, key=lambda messages: sum(message.wire for message in messages), default=[])
+def busiest(ranks: Sequence[Sequence[Message]]) -> list[Message]:
+    """What the rank that sends most sends: receives are the other side of sends."""
+    by_rank = [[one for one in messages if one.kind not in ("end", "receive")] for messages in ranks]
+    return max(by_rank, key=wire_of, default=[])
+
+
+def wire_of(messages: Sequence[Message]) -> Fraction:
+    """Bytes that a rank sends."""
+    return sum((message.wire for message in messages), Fraction(0))
+
+
+def sums(messages: Sequence[Message]) -> dict[str, tuple[int, int]]:
+    """By kind, calls and bytes."""
     found: dict[str, tuple[int, int]] = {}
-    for message in most:
-        if message.kind not in ("end", "receive") and len(message.ranks) > 1:
-            calls, payload = found.get(message.kind, (0, 0))
-            found[message.kind] = (calls + 1, payload + message.payload)
-    return found
-
-
-def wire_of(sums: Mapping[str, tuple[int, int]], size: int) -> float:
-    """Bytes on the wire of one rank, for sums over a group of `size` ranks."""
-    return float(sum(Message(kind, payload, tuple(range(size))).wire for kind, (_, payload) in sums.items()))
+    for message in messages:
+        calls, payload = found.get(message.kind, (0, 0))
+        found[message.kind] = (calls + 1, payload + message.payload)
+    return dict(sorted(found.items()))
 
 
 def stuck(ranks: Sequence[Sequence[Message]]) -> str:
@@ -120,7 +124,7 @@ def _matching(messages: Sequence[Message], kind: str, peer: int) -> str:
     return f"{sum(one.kind == wanted and one.peer == peer for one in messages)}"
 
 
-def told(sums: Mapping[str, tuple[int, int]]) -> str:
-    """`2 all-reduces of 1,024 bytes in all`."""
-    parts = [f"{counted(calls, kind)} with {payload:,} bytes" for kind, (calls, payload) in sorted(sums.items())]
+def told(messages: Sequence[Message]) -> str:
+    """`2 all-reduces with 3,072 bytes`"""
+    parts = [f"{counted(calls, kind)} with {payload:,} bytes" for kind, (calls, payload) in sums(messages).items()]
     return " and ".join(parts) or "nothing"

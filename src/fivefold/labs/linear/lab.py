@@ -1,21 +1,18 @@
 """Column- and row-parallel linear layers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from fivefold.labs.lab import F64, Case, Hint, Lab, Sums
+from fivefold.labs.lab import F64, Case, Hint, Lab
+from fivefold.labs.messages import Message
 
 B, S, D = 2, 6, 16  # sequences, tokens and width
 THIN = (1, 3, 7)
 OUT = 5  # features that thin gives
 
 
-def two_sums(layout: Mapping[str, int]) -> Sums:
-    """Forward one all-reduce of the output, backward one of the input's gradient."""
-    return {"all-reduce": (2, 2 * B * S * D * F64)}
-
-
-def two_thin_sums(layout: Mapping[str, int]) -> Sums:
-    return {"all-reduce": (2, THIN[0] * THIN[1] * (THIN[2] + OUT) * F64)}
+def two_sums(*elements: int) -> Callable[[Mapping[str, int]], list[Message]]:
+    """Forward an all-reduce of the output, and backward one of the input's gradient."""
+    return lambda layout: [Message("all-reduce", size * F64, tuple(range(layout["tp"]))) for size in elements]
 
 
 COLUMN, ROW = "the output of the column-parallel layer", "the output of the row-parallel layer"
@@ -25,8 +22,8 @@ LAB = Lab(
     "Column- and row-parallel linear layers",
     "which dimension of a weight is sharded, and which layer needs a sum",
     (
-        Case("mlp", ("tp=2", "tp=4"), "an MLP with biases", two_sums, _PROBES),
-        Case("thin", ("tp=2", "tp=4"), "hidden width 12, output 5", two_thin_sums, _PROBES),
+        Case("mlp", ("tp=2", "tp=4"), "an MLP with biases", two_sums(B * S * D, B * S * D), _PROBES),
+        Case("thin", ("tp=2", "tp=4"), "hidden width 12, output 5", two_sums(3 * OUT, 3 * THIN[-1]), _PROBES),
     ),
     (
         Hint((ROW, "nobody adds"), "all-reduce what each rank's features give"),
