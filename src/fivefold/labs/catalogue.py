@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fivefold.labs.attention.lab import LAB as ATTENTION
 from fivefold.labs.lab import Lab
 from fivefold.labs.linear.lab import LAB as LINEAR
+from fivefold.labs.sequence.lab import LAB as SEQUENCE
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.support.errors import UserError
 from fivefold.support.text import did_you_mean
 
-LABS: tuple[Lab, ...] = (LINEAR,)
+LABS: tuple[Lab, ...] = (LINEAR, ATTENTION, SEQUENCE)
 
 
 def lab_of(name: str) -> Lab:

@@ -2,16 +2,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+
 class Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
         return x
+
     @staticmethod
     def backward(ctx, g):
         g = g.clone()
         dist.all_reduce(g, group=ctx.group)
         return g, None
+
 
 class Reduce(torch.autograd.Function):
     @staticmethod
@@ -19,9 +22,11 @@ class Reduce(torch.autograd.Function):
         x = x.clone()
         dist.all_reduce(x, group=group)
         return x
+
     @staticmethod
     def backward(ctx, g):
         return g, None
+
 
 class ColumnParallelLinear(nn.Module):
     def __init__(self, weight, bias, group):
@@ -30,8 +35,10 @@ class ColumnParallelLinear(nn.Module):
         self.group = group
         self.weight = nn.Parameter(weight.chunk(n)[r].clone())
         self.bias = nn.Parameter(bias.chunk(n)[r].clone())
+
     def forward(self, x):
         return nn.functional.linear(Copy.apply(x, self.group), self.weight, self.bias)
+
 
 class RowParallelLinear(nn.Module):
     def __init__(self, weight, bias, group):
@@ -40,5 +47,6 @@ class RowParallelLinear(nn.Module):
         self.group = group
         self.weight = nn.Parameter(weight.chunk(n, dim=1)[r].clone())
         self.bias = nn.Parameter(bias.clone())
+
     def forward(self, x):
         return Reduce.apply(nn.functional.linear(x, self.weight), self.group) + self.bias

@@ -1,0 +1,53 @@
+"""Tensor-parallel attention."""
+
+from collections.abc import Callable, Mapping
+
+from fivefold.labs.lab import F64, Case, Hint, Lab
+from fivefold.labs.messages import Message
+
+B, S, D, HEAD = 2, 6, 16, 4  # sequences, tokens, width, and width of a head
+HEADS = 4
+SUMMED = "the output of the layer"
+MIXED = "what the heads give"
+
+
+def needs(kv_heads: int) -> Callable[[Mapping[str, int]], list[Message]]:
+    """Two all-reduces, as of every tensor-parallel block; of kv heads that ranks share, one of k's and v's gradient."""
+
+    def by_layout(layout: Mapping[str, int]) -> list[Message]:
+        tp = layout["tp"]
+        found = [Message("all-reduce", B * S * D * F64, tuple(range(tp)))] * 2
+        if (sharing := tp // kv_heads) > 1:
+            found += [Message("all-reduce", HEAD * D * F64, tuple(range(sharing)))] * 2
+        return found
+
+    return by_layout
+
+
+LAB = Lab(
+    "attention",
+    "Tensor-parallel attention",
+    "heads over ranks, two all-reduces a layer, and kv heads that are fewer than ranks",
+    (
+        Case("heads", ("tp=2", "tp=4"), "four heads", needs(4), {MIXED: -1, SUMMED: None}),
+        Case("grouped", ("tp=2",), "two kv heads", needs(2), {MIXED: -1, SUMMED: None}),
+        Case("shared", ("tp=2", "tp=4"), "kv heads that ranks share", needs(1), {MIXED: -1, SUMMED: None}),
+    ),
+    (
+        Hint((SUMMED, "nobody adds"), "o has the features of this rank's heads: its products are to be summed over tp"),
+        Hint((SUMMED, "= tp x"), "it is reduced twice"),
+        Hint((SUMMED, "= 1/tp x"), "a sum is wanted, and not the mean"),
+        Hint((MIXED, "another order"), "a rank has neighbouring heads, and every query head the kv head of its group"),
+        Hint(
+            (MIXED, "differs"),
+            "look at the mask, at the scale 1/sqrt(head width), and at which kv head each query head uses",
+        ),
+        Hint(("(k, v", "missing SUM"), "ranks that share a kv head each have a part of its gradient: sum it over them"),
+        Hint(
+            ("(x)", "missing SUM"), "every rank's heads give a part of the input's gradient: sum it over tp in backward"
+        ),
+        Hint(
+            ("exactly x", "= tp"), "the gradient of a sum is a copy: the backward pass of the all-reduce sends nothing"
+        ),
+    ),
+)

@@ -1,0 +1,85 @@
+"""The check of the lab: a block between two parts of a sequence, against one process that has all of it."""
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.labs.sequence.lab import GATHERED, HIDDEN, NORMED, OUTPUT, B, D
+from fivefold.labs.student import called, load_shards, probe, recorded, unlike
+
+SIZES = {"weight": (D,), "bias": (D,), "up": (HIDDEN, D), "down": (D, HIDDEN)}
+
+
+class Whole(nn.Module):
+    def __init__(self, weight: Tensor, bias: Tensor, up: Tensor, down: Tensor, group: object):
+        super().__init__()
+        self.weight, self.bias, self.up, self.down = (nn.Parameter(one.clone()) for one in (weight, bias, up, down))
+
+    def norm(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (D,), self.weight, self.bias)
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, self.up)), self.down)
+
+    def scatter(self, summand: Tensor) -> Tensor:
+        return summand
+
+
+class Model(nn.Module):
+    """x is a parameter: its gradient is what the block hands back to the one before it."""
+
+    def __init__(self, x: Tensor, norm: nn.Module):
+        super().__init__()
+        self.x, self.norm = nn.Parameter(x.clone()), norm
+
+    def forward(self, layout: dict[str, int]) -> Tensor:
+        normed = self.norm.norm(self.x)
+        probe(layout, NORMED, normed)
+        gathered = self.norm.gather(normed)
+        probe(layout, GATHERED, gathered)
+        output = self.norm.scatter(self.norm.mlp(gathered))
+        probe(layout, OUTPUT, output)
+        return output
+
+
+class Check:
+    LAYOUTS = ("tp=2",)
+
+    def __init__(self, tokens: int):
+        self.tokens = tokens
+        self.weights = {"x": unlike((B, tokens, D), 0)}
+        self.weights |= {f"norm.{name}": unlike(size, 1 + seed) for seed, (name, size) in enumerate(SIZES.items())}
+
+    def build(self, layout: dict[str, int]) -> nn.Module:
+        self.layout = layout
+        return self.made(self.weights)
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's tokens."""
+        return x.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]
+
+    def made(self, weights: dict[str, Tensor]) -> nn.Module:
+        given = (*(weights[f"norm.{name}"] for name in SIZES), dist.group.WORLD)
+        block = called("SequenceParallelMLP", *given) if self.layout else Whole(*given)
+        return Model(self.own(weights["x"]), block)
+
+    def load(self, model: nn.Module, full: dict[str, Tensor]) -> None:
+        load_shards(model, self.made(full))
+
+    def batch(self, step: int) -> Tensor:
+        """What each element of the output counts in the loss, so that no two errors cancel."""
+        return unlike((B, self.tokens, D), 100 + step)
+
+    def step(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        with recorded(self.layout):
+            loss = (model(self.layout) * self.own(batch)).sum()
+            loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return {"loss": total}
+
+
+six, eight = Check(6), Check(8)

@@ -1,0 +1,38 @@
+"""Sequence parallelism."""
+
+from collections.abc import Mapping
+
+from fivefold.labs.lab import F64, Case, Hint, Lab
+from fivefold.labs.messages import Message
+
+B, D, HIDDEN = 2, 8, 12  # sequences, width, and width between the two matrices
+OUTPUT, GATHERED, NORMED = "the output of the block", "the gathered tokens", "the normalized tokens"
+_PROBES = {NORMED: 1, GATHERED: None, OUTPUT: 1}
+
+
+def needs(layout: Mapping[str, int]) -> list[Message]:
+    """An all-gather and a reduce-scatter forward, the same backward the other way round, and the norm's gradients."""
+    ranks = tuple(range(layout["tp"]))
+    whole = [Message(kind, B * _TOKENS[len(ranks)] * D * F64, ranks) for kind in ("all-gather", "reduce-scatter")]
+    return [*whole, *whole, *[Message("all-reduce", D * F64, ranks)] * 2]
+
+
+_TOKENS = {2: 6, 4: 8}  # by ranks: those of a sequence
+LAB = Lab(
+    "sequence",
+    "Sequence parallelism",
+    "an all-reduce in its two halves, and replicated weights that see other tokens",
+    (Case("six", ("tp=2",), "six tokens", needs, _PROBES), Case("eight", ("tp=4",), "eight tokens", needs, _PROBES)),
+    (
+        Hint((GATHERED, "another order"), "tokens are joined in dimension 1; torch's collectives join dimension 0"),
+        Hint((GATHERED, "shape"), "all ranks' tokens are gathered along dimension 1"),
+        Hint((OUTPUT, "differs"), "each rank has a summand for all tokens: sum them, and keep this rank's tokens"),
+        Hint((OUTPUT, "= tp x"), "the summands are added twice"),
+        Hint((OUTPUT, "by a bias"), "a bias that every rank adds before the sum is there tp times"),
+        Hint(("norm", "missing SUM"), "the norm's weights are on every rank, and each sees other tokens: sum their "
+                                      "gradients over tp"),
+        Hint(("x", "exactly x", "= 1/tp"), "a gradient is to be summed, and not averaged"),
+        Hint(("exactly x", "= tp"), "a gradient that is whole already is summed once more"),
+        Hint(("add up to the truth",), "the backward pass of an all-gather is a reduce-scatter, which sums"),
+    ),
+)  # fmt: skip
