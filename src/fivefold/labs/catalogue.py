@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.labs.attention.lab import LAB as ATTENTION
+from fivefold.labs.data_parallel.lab import LAB as DATA_PARALLEL
 from fivefold.labs.lab import Lab
 from fivefold.labs.linear.lab import LAB as LINEAR
 from fivefold.labs.sequence.lab import LAB as SEQUENCE
@@ -13,7 +14,7 @@ from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.support.errors import UserError
 from fivefold.support.text import did_you_mean
 
-LABS: tuple[Lab, ...] = (LINEAR, ATTENTION, SEQUENCE)
+LABS: tuple[Lab, ...] = (LINEAR, ATTENTION, SEQUENCE, DATA_PARALLEL)
 
 
 def lab_of(name: str) -> Lab:

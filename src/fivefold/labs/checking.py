@@ -127,6 +127,8 @@ def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
         problems = on_the_way or _causes(lab, proof)
     else:
         problems = _too_much(sent, case.needs(layout) if case.needs else None)
+        if case.judge and (text := case.judge(messages)):
+            problems.append(text)
     return Outcome(case, proof, tuple(problems), sent)
 
 

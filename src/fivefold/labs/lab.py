@@ -1,6 +1,6 @@
 """What a lab is: cases, what each of them has to send, and what its differences mean."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +20,7 @@ class Case(NamedTuple):
     about: str  # what is awkward in it
     needs: Callable[[Mapping[str, int]], list[Message]] | None = None  # what a rank has to send in a step, by layout
     probes: Mapping[str, int | None] = MappingProxyType({})  # by name: the dimension in which ranks have parts, or None
+    judge: Callable[[Sequence[Sequence[Message]]], str] | None = None  # of the messages, where numbers are right
 
 
 class Hint(NamedTuple):

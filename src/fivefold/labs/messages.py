@@ -12,10 +12,12 @@ from fivefold.support.text import counted
 ANSWER = "FIVEFOLD_LAB_FILE"  # in the environment of ranks: the student's file
 FOLDER = "FIVEFOLD_LAB_MESSAGES"  # and where each of them writes its messages
 _DIRECT = ("send", "receive")
+MARKS = ("end", "backward", "state")  # all gradients are there; payload: elements of an optimizer's state
 
 
 class Message(NamedTuple):
-    kind: str  # "all-reduce", "send", "receive", ...; "end" closes the list of a rank that is through
+    kind: str  # "all-reduce", "send", "receive", ...; "end" closes the list of a rank that is through, and others mark
+    # a place in it: MARKS
     payload: int = 0  # bytes
     ranks: tuple[int, ...] = ()  # of the group
     peer: int | None = None  # of a send or receive
@@ -53,7 +55,7 @@ def read(folder: Path, layout: str, world: int) -> list[list[Message]]:
 
 def busiest(ranks: Sequence[Sequence[Message]]) -> list[Message]:
     """What the rank that sends most sends: receives are the other side of sends."""
-    by_rank = [[one for one in messages if one.kind not in ("end", "receive")] for messages in ranks]
+    by_rank = [[one for one in messages if one.kind not in (*MARKS, "receive")] for messages in ranks]
     return max(by_rank, key=wire_of, default=[])
 
 
@@ -73,6 +75,7 @@ def sums(messages: Sequence[Message]) -> dict[str, tuple[int, int]]:
 
 def stuck(ranks: Sequence[Sequence[Message]]) -> str:
     """Why ranks that hang do not go on; empty if their messages do not say."""
+    ranks = [[one for one in messages if one.kind not in MARKS[1:]] for messages in ranks]
     last = {rank: messages[-1] for rank, messages in enumerate(ranks) if messages}
     waiting = {rank: message for rank, message in last.items() if message.kind != "end"}
     for rank, message in waiting.items():
@@ -127,4 +130,4 @@ def _matching(messages: Sequence[Message], kind: str, peer: int) -> str:
 def told(messages: Sequence[Message]) -> str:
     """`2 all-reduces with 3,072 bytes`"""
     parts = [f"{counted(calls, kind)} with {payload:,} bytes" for kind, (calls, payload) in sums(messages).items()]
-    return " and ".join(parts) or "nothing"
+    return ", ".join(parts) or "nothing"

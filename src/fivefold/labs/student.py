@@ -138,18 +138,29 @@ def _rare(name: str) -> str | None:
     return next((kind for kind in ("gather", "scatter") if name == kind), "reduce" if name == "reduce" else None)
 
 
+_FILE: list[int] = []  # of the step that is recorded
+
+
+def mark(kind: str, payload: int = 0) -> None:
+    """Note a place among the messages (`messages.MARKS`)."""
+    if _FILE:
+        os.write(_FILE[-1], (json.dumps({"kind": kind, "payload": payload}) + "\n").encode())
+
+
 @contextmanager
-def recorded(layout: Mapping[str, Any]) -> Iterator[None]:
-    """Messages of a step go to FOLDER, into a file of this layout and rank; only those of the last step are left."""
+def recorded(layout: Mapping[str, Any], again: bool = False) -> Iterator[None]:
+    """Messages of a step go to FOLDER, into a file of this layout and rank; only those of the last step are left.
+    `again`: they are added to those of the same step."""
     folder = os.environ.get(FOLDER)
     if not folder or not layout:
         yield
         return
     name = ",".join(f"{key}={value}" for key, value in layout.items())
-    file = os.open(Path(folder) / f"{name}-{dist.get_rank()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    mode = os.O_APPEND if again else os.O_TRUNC
+    _FILE.append(os.open(Path(folder) / f"{name}-{dist.get_rank()}.jsonl", os.O_WRONLY | os.O_CREAT | mode))
     try:
-        with _Recorder(file), own_errors():
+        with _Recorder(_FILE[-1]), own_errors():
             yield
-        os.write(file, b'{"kind": "end"}\n')
+        mark("end")
     finally:
-        os.close(file)
+        os.close(_FILE.pop())

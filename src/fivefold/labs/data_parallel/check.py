@@ -1,0 +1,74 @@
+"""The check of the lab: ranks with a part of the samples each against one process with all of them."""
+
+from itertools import pairwise
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.labs.data_parallel.lab import BUCKET, SAMPLES, START, WIDTHS
+from fivefold.labs.student import called, load_shards, mark, probe, recorded, unlike
+
+
+class Layers(nn.Module):
+    def __init__(self, weights: dict[str, Tensor], tied: bool):
+        super().__init__()
+        self.order = [0, 1, 1, 2] if tied else [0, 1, 2]
+        self.weights = nn.ParameterList()
+        for index in sorted(set(self.order)):
+            for name in ("weight", "bias"):
+                self.weights.append(nn.Parameter(weights[f"{index}.{name}"].clone()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, index in enumerate(self.order):
+            x = F.linear(F.gelu(x) if place else x, self.weights[2 * index], self.weights[2 * index + 1])
+        return x
+
+
+class Check:
+    LAYOUTS = ("dp=2",)
+
+    def __init__(self, tied: bool):
+        self.tied = tied
+        self.weights = {}
+        for index, (wide, out) in enumerate(pairwise(WIDTHS)):
+            self.weights |= {f"{index}.weight": unlike((out, wide), index), f"{index}.bias": unlike((out,), 10 + index)}
+
+    def build(self, layout: dict[str, int]) -> nn.Module:
+        self.layout = layout
+        other = {name: weight + dist.get_rank() for name, weight in self.weights.items()}
+        model = self.made(other)
+        probe(layout, START, self.inner(model).weights[-1])
+        self.inner(model).weights[0].register_post_accumulate_grad_hook(lambda _: mark("backward"))
+        return model
+
+    def made(self, weights: dict[str, Tensor]) -> nn.Module:
+        layers = Layers(weights, self.tied)
+        return called("DataParallel", layers, dist.group.WORLD, BUCKET) if self.layout else layers
+
+    def inner(self, model: nn.Module) -> Layers:
+        return model.module if self.layout else model  # type: ignore[return-value]
+
+    def named(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        names = [f"{index}.{name}" for index in range(len(WIDTHS) - 1) for name in ("weight", "bias")]
+        return list(zip(names, self.inner(model).weights, strict=True))
+
+    def load(self, model: nn.Module, full: dict[str, Tensor]) -> None:
+        load_shards(self.inner(model), Layers(full, self.tied))
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        return unlike((SAMPLES, WIDTHS[0]), 100 + step), unlike((SAMPLES, WIDTHS[-1]), 200 + step)
+
+    def step(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        x, y = (side.chunk(dist.get_world_size())[dist.get_rank()] for side in batch)
+        with recorded(self.layout):
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            if self.layout:
+                model.finish()  # type: ignore[operator]
+        total = loss.detach() / dist.get_world_size()
+        dist.all_reduce(total)
+        return {"loss": total}
+
+
+layers, tied = Check(False), Check(True)
