@@ -98,7 +98,7 @@ def check_lab(
             shown = partial(_progress, progress, len(outcomes), total)
             with _environment({ANSWER: str(file.resolve()), FOLDER: str(folder)}):
                 check = f"{lab.home / 'check.py'}:{case.model}"
-                found = verify_adapter(check, case.layouts, timeout=timeout, steps=1, progress=shown)
+                found = verify_adapter(check, case.layouts, timeout=timeout, steps=lab.steps, progress=shown)
             outcomes += [_outcome(lab, case, proof, folder) for proof in found.proofs]
             if any(_unwritten(outcome) for outcome in outcomes):
                 break  # a hole is a hole in all of them

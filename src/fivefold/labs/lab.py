@@ -37,6 +37,7 @@ class Lab:
     teaches: str
     cases: tuple[Case, ...]
     hints: tuple[Hint, ...] = ()
+    steps: int = 1
 
     @property
     def home(self) -> Path:

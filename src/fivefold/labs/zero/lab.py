@@ -1,0 +1,69 @@
+"""ZeRO 1 and 3."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from fivefold.labs.lab import F64, Case, Hint, Lab
+from fivefold.labs.messages import Message
+
+SAMPLES, WIDTHS = 8, (5, 9, 3)  # of the batch; of two layers without biases
+SIZES = [out * wide for wide, out in pairwise(WIDTHS)]
+LR, MOMENTUM = 0.1, 0.9
+LAYER = "the output of the first layer"
+
+
+def of_stage_1(layout: Mapping[str, int]) -> list[Message]:
+    """The mean of the gradients, and the updated shards."""
+    ranks = tuple(range(layout["dp"]))
+    padded = -(-sum(SIZES) // len(ranks)) * len(ranks) * F64
+    return [Message("reduce-scatter", padded, ranks), Message("all-gather", padded, ranks)]
+
+
+def of_stage_3(layout: Mapping[str, int]) -> list[Message]:
+    """Each layer's weight forward and again backward, and its gradient."""
+    ranks = tuple(range(layout["dp"]))
+    padded = [-(-size // len(ranks)) * len(ranks) * F64 for size in SIZES]
+    kinds = ("all-gather", "all-gather", "reduce-scatter")
+    return [Message(kind, size, ranks) for size in padded for kind in kinds]
+
+
+def sharded_state(ranks: Sequence[Sequence[Message]]) -> str:
+    most = -(-sum(SIZES) // len(ranks))
+    for rank, messages in enumerate(ranks):
+        held = max((message.payload for message in messages if message.kind == "state"), default=0)
+        if held > most:
+            return (
+                f"the numbers are right, but the optimizer of rank {rank} has {held} elements of state, and its shard "
+                f"has {most} at most: give it the shard alone"
+            )
+    return ""
+
+
+def freed(ranks: Sequence[Sequence[Message]]) -> str:
+    for rank, messages in enumerate(ranks):
+        if any(message.kind == "state" for message in messages):
+            return (
+                f"the numbers are right, but rank {rank} keeps a whole weight from forward to backward: free it, and "
+                "gather it again"
+            )
+    return ""
+
+
+LAB = Lab(
+    "zero",
+    "ZeRO 1 and 3",
+    "who keeps which part of state and weights, and what that costs in messages",
+    (
+        Case("stage1", ("dp=2", "dp=4"), "ZeRO 1: 72 elements", of_stage_1, judge=sharded_state),
+        Case("stage3", ("dp=2", "dp=4"), "ZeRO 3: 45 and 27 elements", of_stage_3, {LAYER: 0}, freed),
+    ),
+    (
+        Hint((LAYER,), "the shards of the weight are joined in the order of ranks, without what padded them"),
+        Hint(("gradients", "exactly x", "= dp"), "a mean over ranks is wanted, and this is the sum"),
+        Hint(("gradients", "exactly x", "= 1/dp"), "the mean is taken twice"),
+        Hint(("missing MEAN",), "gradients are never reduced"),
+        Hint(("missing SUM",), "gradients are divided and never reduced"),
+        Hint(("ranks that hold the same elements disagree",), "each rank needs the shards that others updated"),
+    ),
+    steps=3,
+)
