@@ -12,7 +12,8 @@ from fivefold.support.text import counted
 ANSWER = "FIVEFOLD_LAB_FILE"  # in the environment of ranks: the student's file
 FOLDER = "FIVEFOLD_LAB_MESSAGES"  # and where each of them writes its messages
 _DIRECT = ("send", "receive")
-MARKS = ("end", "backward", "state")  # all gradients are there; payload: elements of an optimizer's state
+# The end; all gradients are there; elements of an optimizer's state, as payload; a stage's forward and its backward.
+MARKS = ("end", "backward", "state", "F", "B")
 
 
 class Message(NamedTuple):
