@@ -103,8 +103,9 @@ def main(other_app: typer.Typer | None = None) -> None:
         if isinstance(error, PeerLost) or rank_here() == 0:
             console.print(_error(str(error)))
         sys.exit(error.code)
-    except Exception as error:
-        if (of_plugin := blamed(error)) is None:  # else a bug of ours, with its traceback
+    except (Exception, SystemExit) as error:
+        # Else it is a bug of ours, with its traceback, or the exit code of a command that has ended.
+        if (of_plugin := blamed(error)) is None:
             raise
         console.print(_error(str(of_plugin)))
         sys.exit(2)

@@ -16,7 +16,7 @@ import msgspec
 
 from fivefold.optim.groups import GROUP, GroupSettings, ParamGroup, match_problems, regrouped, settings_problems
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.plugin_calls import NUMBER, Wanted, ask, each, shown, wrong
+from fivefold.support.plugin_calls import AMOUNT, Wanted, ask, each, shown, wrong
 from fivefold.support.plugin_settings import class_shortcomings, unhashable
 from fivefold.support.plugins import untrusted
 from fivefold.support.ranges import STEPS, within
@@ -229,11 +229,14 @@ class UnknownOptimizer(OptimizerConfig, frozen=True, kw_only=True):
 
 def states_of(config: OptimizerConfig, parameter: "Parameter") -> tuple[str, ...]:
     """Which states it keeps for a parameter."""
-    known = Wanted(
-        f"some of its states, {config.states}",
-        lambda found: "" if isinstance(found, tuple | list) and {*config.states}.issuperset(found) else shown(found),
+
+    def odd(found: object) -> str:
+        fits = isinstance(found, tuple | list) and all(found.count(one) == 1 and one in config.states for one in found)
+        return "" if fits else shown(found)
+
+    return tuple(
+        ask(config, "states_of", parameter, wanted=Wanted(f"some of its states, {config.states}, each once", odd))
     )
-    return tuple(ask(config, "states_of", parameter, wanted=known))
 
 
 def group_of(config: OptimizerConfig, parameter: "Parameter") -> ParamGroup:
@@ -266,18 +269,23 @@ def group_problems(config: OptimizerConfig, parameters: "Sequence[Parameter]") -
     """What is wrong with its groups and states for the parameters of a model."""
     if isinstance(config, UnknownOptimizer):
         return []
+    matrices: dict[tuple[int, ...], None] = {}
     try:
         for parameter in parameters:
-            _own_group(config, parameter)
+            if _own_group(config, parameter).rule == "matrix":
+                matrices[parameter.shape] = None
             states_of(config, parameter)
+        for rows, columns in matrices:
+            matrix_flops(config, rows, columns)
+            matrix_memory(config, rows, columns)
     except UserError as error:
         return error.coded
     return [*match_problems(config.groups, [parameter.name for parameter in parameters])]
 
 
 def matrix_flops(config: OptimizerConfig, rows: int, columns: int) -> float:
-    return float(ask(config, "matrix_flops", rows, columns, wanted=NUMBER))
+    return float(ask(config, "matrix_flops", rows, columns, wanted=AMOUNT))
 
 
 def matrix_memory(config: OptimizerConfig, rows: int, columns: int) -> int:
-    return int(ask(config, "matrix_memory", rows, columns, wanted=NUMBER))
+    return int(ask(config, "matrix_memory", rows, columns, wanted=AMOUNT))
