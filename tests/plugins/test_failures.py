@@ -1,5 +1,6 @@
 """Whatever a member of a plugin does, its user reads one sentence: the plugin, the member, what came, and where."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import fivefold as ff
 from fivefold.job.config import Job, read_job
 from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
+from fivefold.model.hf_names import sources, unnamed
 from fivefold.model.layers import TokenPositions
 from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy, loss_sum
-from fivefold.optim.base import matrix_flops, matrix_memory, reads_whole, states_of
+from fivefold.optim.base import check_update, matrix_flops, matrix_memory, reading, reads_whole, states_of
 from fivefold.support import plugins
 from fivefold.support.errors import UserError
 from tests.refusals import refusal
@@ -216,9 +218,9 @@ ODD = [  # what a member gives, and what is said of it
      "cache gave Cache('') with token=-1 (a number, finite"),
     ("kind", "def parameters(self, spec, layer):\n    from fivefold.spec.operations import Parameter\n"
      "    return [Parameter('a', (2,), 'weird', layer)]", "parameters gave Parameter('a') with kind='weird' (known: "),
-    ("optimizer", "def matrix_flops(self, rows, columns): return float('nan')", "matrix_flops gave nan, and not a number"),
-    ("optimizer", "def matrix_memory(self, rows, columns): return -5", "matrix_memory gave -5, and not a number, finite"),
-    ("optimizer", "def states_of(self, parameter): return 2 * self.states", "states_of gave ('momentum', 'momentum'), "),
+    ("optimizer", "def matrix_flops(self, rows, columns): return float('nan')", "matrix_flops gave nan, and not a"),
+    ("optimizer", "def matrix_memory(self, rows, columns): return -5", "matrix_memory gave -5, and not a number"),
+    ("optimizer", "def states_of(self, parameter): return 2 * self.states", "states_of gave ('momentum', 'momentum')"),
     ("optimizer", "def own_rules(self): return None", "own_rules gave None, and not pairs of a truth and a sentence"),
     ("optimizer", "def own_rules(self): return [False]", "own_rules gave False, and not pairs of a truth and"),
     ("optimizer", "def problems(self): return 3", "problems gave 3, and not sentences"),
@@ -257,6 +259,24 @@ def test_a_member_that_raises_is_said_with_its_line(
     error = {RAISES: "KeyError: 'lost'", "yield 1 / 0": "ZeroDivisionError: division by zero"}.get(raises, "SystemExit")
     assert f"mine:Mine: {name} raised {error}" in sentence
     assert sentence.endswith(f"({tmp_path / 'mine.py'}, line {line})")
+
+
+def test_a_parameter_alone_may_have_a_place_of_its_own_in_files_of_hugging_face(made: Made) -> None:
+    """By its whole name, which is then the whole name there, too; what is missing is told with what was given."""
+    two = (
+        "def parameters(self, spec, layer):\n    from fivefold.spec.operations import Parameter\n"
+        "    return [Parameter(f'layers.{layer}.mine.{name}', (3,), 'bias', layer) for name in ('a', 'b')]\n"
+        "def hf_names(self, spec):\n    from fivefold.spec.kinds import HfTensor\n"
+        "    return {'mine_norm': HfTensor('n'), "
+    )
+    model = made("kind", f"{two}'mine.a': HfTensor('x.a'), 'mine.b': HfTensor('y')}}").model
+    names = [next(sources(model, parameter)).name for parameter in model.block_parameters(0)]
+    assert {"model.layers.0.x.a", "model.layers.0.y"} < {*names}
+    assert unnamed(model) == []
+    plugins._imported.clear()
+    del sys.modules["mine"]
+    [problem] = unnamed(made("kind", f"{two}'mine.a': HfTensor('x.a')}}").model)
+    assert "have mine.b; its method hf_names(self, spec) gives mine_norm, mine.a" in problem
 
 
 UP = 'spec.hidden, spec.hidden // tp, "colwise"'
@@ -401,6 +421,23 @@ def test_what_an_optimizer_says_of_parameters_is_checked(made: Made, member: str
         matrix_memory(job.optimizer, 2, 3)
 
     assert sentence in said(refusal(asked), "plugin.result")
+
+
+def test_an_update_that_breaks_its_states_is_named(made: Made) -> None:
+    """Where it reads one that `states_of` does not keep, and where it leaves one of another shape."""
+    config, master = made("optimizer").optimizer, torch.zeros(2, 2)
+
+    def reads(name: str) -> object:
+        with reading(config, "update", states := dict[str, list[torch.Tensor]]()):
+            return states[name]
+
+    error = refusal(lambda: reads("momentum"))
+    assert "reads the state momentum, and states_of keeps none for these" in said(error, "plugin.result")
+    with pytest.raises(KeyError):
+        reads("other")
+    check_update(config, [master], {"momentum": [torch.ones(2, 2)]})
+    error = refusal(lambda: check_update(config, [master], {"momentum": [torch.ones(3)]}))
+    assert "update has left momentum as a Tensor of shape [3]" in said(error, "plugin.result")
 
 
 SMALL = ["data.seq=16", "train.batch=4", "train.steps=1", "train.eval_samples=0", "model.ffn=32", "train.device=cpu"]

@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.text import Text
 
 from fivefold.cli import bench, catalogue, checkpoint, compare, data, draw, hf, machines, plan, runs, train, verify, web
-from fivefold.cli.options import DRAWABLE_SUFFIXES, command
+from fivefold.cli.options import DRAWABLE_SUFFIXES, command, command_line
 from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.launch.host import keep_freed_memory
 from fivefold.launch.world import rank_here
 from fivefold.render.blocks import TEXTS
 from fivefold.support.errors import TRAINING, Note, PeerLost, TrainingError, UserError, needs
-from fivefold.support.plugins import blamed
+from fivefold.support.plugins import blamed, options, untrusted_in
 from fivefold.support.progress import shown
 from fivefold.version import __version__
 
@@ -115,6 +115,8 @@ def _refuse(console: Console, error: UserError) -> NoReturn:
     """Print each problem, and with --json also an object of them and their codes where the result would stand."""
     for problem in error.problems:
         console.print(_error(problem))
+    if len(names := untrusted_in(error)) > 1:
+        console.print(f"with all of them: {command_line()}{options(names)}")
     if "--json" in sys.argv[1:]:
         typer.echo(json.dumps({"problems": error.problems, "codes": error.codes}))
     sys.exit(2)

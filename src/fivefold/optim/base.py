@@ -10,6 +10,7 @@ Jobs and plans read this without torch: rules import it where they compute.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -18,7 +19,7 @@ from fivefold.optim.groups import GROUP, GroupSettings, ParamGroup, match_proble
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.plugin_calls import AMOUNT, Wanted, ask, each, shown, wrong
 from fivefold.support.plugin_settings import class_shortcomings, unhashable
-from fivefold.support.plugins import untrusted
+from fivefold.support.plugins import is_plugin, untrusted
 from fivefold.support.ranges import STEPS, within
 
 if TYPE_CHECKING:
@@ -281,6 +282,29 @@ def group_problems(config: OptimizerConfig, parameters: "Sequence[Parameter]") -
     except UserError as error:
         return error.coded
     return [*match_problems(config.groups, [parameter.name for parameter in parameters])]
+
+
+@contextmanager
+def reading(config: OptimizerConfig, member: str, states: "States") -> Iterator[None]:
+    """A context in which a plugin's member, its own or one of ours that it has inherited, is given some of its
+    states."""
+    try:
+        yield
+    except KeyError as error:
+        if not is_plugin(config.name) or error.args[0] not in {*config.states} - states.keys():
+            raise
+        kept = f"states_of keeps {', '.join(states) or 'none'} for these parameters"
+        raise wrong(config, member, f"reads the state {error.args[0]}, and {kept}") from error
+
+
+def check_update(config: OptimizerConfig, masters: "Tensors", states: "States") -> None:
+    """Raises UserError if a plugin's `update` has left tensors of another shape or dtype: others count on these."""
+    for name, tensors in {**states, "the weights": masters}.items() if is_plugin(config.name) else ():
+        for tensor, master, grad in zip(tensors, masters, (one.grad for one in masters), strict=True):
+            like = master if grad is None or name != "the weights" else grad
+            if tensor.shape != like.shape or tensor.dtype != master.dtype:
+                left = f"has left {name} as {shown(tensor)}, and not as it was given {shown(like)}"
+                raise wrong(config, "update", left)
 
 
 def matrix_flops(config: OptimizerConfig, rows: int, columns: int) -> float:

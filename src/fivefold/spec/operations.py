@@ -234,13 +234,15 @@ Operation = Matmul | Scores | Elementwise
 NO_SCORES = Scores(0, 0, 0, 0)
 
 
-_hints = lru_cache(maxsize=None)(get_type_hints)
+@lru_cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def odd_record(found: Any, *kinds: type) -> str:
     """What is odd about what should be one of these named tuples: its type, or one of its values. All numbers in them
     are counts and amounts."""
-    if not isinstance(found, kinds):
+    if not isinstance(found, kinds) or not isinstance(found, tuple):
         return shown(found)
     for (name, wanted), value in zip(_hints(type(found)).items(), found, strict=True):
         try:

@@ -35,6 +35,7 @@ from fivefold.support.plugin_finder import FINDER
 from fivefold.support.text import did_you_mean, nearest
 
 _FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_ALLOWING = re.compile(r" --plugin ([^\s,]+)")
 _LISTED = 12  # names of a module, where one is asked for that it does not have
 _imported: dict[str, Any] = {}  # by name, what this process uses: imported for its user, or by the program itself
 
@@ -260,6 +261,12 @@ def untrusted(setting: str, name: str) -> Problem:
     why = f"{setting}={name} is stored, and names a module that would be imported; what is stored never causes that"
     change = f", or {setting}={name}" if setting.count(".") == 1 else ""  # a pattern is changed as a whole
     return Problem("plugin.untrusted", f"{why}. If you trust it: --plugin {name}{change}")
+
+
+def untrusted_in(error: UserError) -> list[str]:
+    """The plugins that the problems of an error would have allowed, each once."""
+    problems = (problem for problem in error.coded if getattr(problem, "code", "") == "plugin.untrusted")
+    return list(dict.fromkeys(name for problem in problems for name in _ALLOWING.findall(problem)))
 
 
 def load(name: str, setting: str = "--plugin", fits: Callable[[Any], bool] = lambda found: False) -> Any:
