@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 import fivefold as ff
+from fivefold.cli import _first_to_say
+from fivefold.launch.heartbeat import BEATS
 from fivefold.support import plugins
 from fivefold.support.errors import UserError
 
@@ -154,3 +156,12 @@ def test_a_plain_name_is_looked_up_and_never_imported(tmp_path: Path, monkeypatc
     (tmp_path / "lion.py").write_text("1 / 0")
     with pytest.raises(UserError, match="'lion' is not a choice"):
         ff.read_job(None, ["optimizer.name=lion"])
+
+
+def test_ranks_of_one_launcher_say_a_sentence_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(BEATS, raising=False)
+    assert _first_to_say("one") and _first_to_say("one")
+    monkeypatch.setenv(BEATS, str(tmp_path / "beats"))
+    assert [_first_to_say(word) for word in ("one", "one", "two", "one")] == [True, False, True, False]
+    monkeypatch.setenv(BEATS, str(tmp_path / "gone" / "beats"))
+    assert _first_to_say("one")
