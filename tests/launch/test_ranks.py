@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.launch.exits import End
+from fivefold.launch.local import Arrangement, Launcher
 from fivefold.launch.processes import Processes, RankError
 from fivefold.support.errors import PeerLost
 from tests.launch import orphans
@@ -405,3 +406,6 @@ def test_an_exit_code_of_zero_is_a_success_only_of_a_rank_that_came_to_its_end(a
     finally:
         ranks.kill()
     assert (end.kind, end.error) == (("died", "exit code 0") if at_once else ("returned", ""))
+    told: list[str] = []
+    code, _ = Launcher("os:getpid", Arrangement(1), "", say=told.append)._outcome([end])
+    assert (code, told) == ((1, ["rank 0 failed with exit code 0"]) if at_once else (0, []))
