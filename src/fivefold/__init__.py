@@ -48,7 +48,7 @@ else:
         def call(*given, **options):
             try:
                 return found(*given, **options)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 from fivefold.support.plugins import blamed
 
                 if (of_plugin := blamed(error)) is None:

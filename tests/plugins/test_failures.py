@@ -1,5 +1,6 @@
 """Whatever a member of a plugin does, its user reads one sentence: the plugin, the member, what came, and where."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import fivefold as ff
 from fivefold.job.config import Job, read_job
 from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
+from fivefold.model.hf_names import sources, unnamed
 from fivefold.model.layers import TokenPositions
 from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy, loss_sum
-from fivefold.optim.base import matrix_flops, matrix_memory, reads_whole, states_of
+from fivefold.optim.base import check_update, matrix_flops, matrix_memory, reading, reads_whole, states_of
 from fivefold.support import plugins
 from fivefold.support.errors import UserError
 from tests.refusals import refusal
@@ -208,6 +210,17 @@ ODD = [  # what a member gives, and what is said of it
     ("kind", "def cache(self, spec, tp): return 32", "cache gave 32, and not a fivefold.spec.operations:Cache or None"),
     ("kind", "def hf_names(self, spec): return {'mine.up': 'up'}", "hf_names gave 'mine.up': 'up', and not a dict of"),
     ("kind", "def hf_names(self, spec): return None", "hf_names gave None, and not a dict of names and"),
+    ("kind", "def operations(self, spec, tp): return [Elementwise('other', 64, flops=float('inf'))]",
+     "operations gave Elementwise('') with flops=inf (a number, finite and not negative), and not"),
+    ("kind", "def operations(self, spec, tp): return [Elementwise('other', 64, moved=(float('nan'), 1.0))]",
+     "operations gave Elementwise('') with moved=(nan, 1.0) (a number, finite"),
+    ("kind", "def cache(self, spec, tp):\n    from fivefold.spec.operations import Cache\n    return Cache(token=-1)",
+     "cache gave Cache('') with token=-1 (a number, finite"),
+    ("kind", "def parameters(self, spec, layer):\n    from fivefold.spec.operations import Parameter\n"
+     "    return [Parameter('a', (2,), 'weird', layer)]", "parameters gave Parameter('a') with kind='weird' (known: "),
+    ("optimizer", "def matrix_flops(self, rows, columns): return float('nan')", "matrix_flops gave nan, and not a"),
+    ("optimizer", "def matrix_memory(self, rows, columns): return -5", "matrix_memory gave -5, and not a number"),
+    ("optimizer", "def states_of(self, parameter): return 2 * self.states", "states_of gave ('momentum', 'momentum')"),
     ("optimizer", "def own_rules(self): return None", "own_rules gave None, and not pairs of a truth and a sentence"),
     ("optimizer", "def own_rules(self): return [False]", "own_rules gave False, and not pairs of a truth and"),
     ("optimizer", "def problems(self): return 3", "problems gave 3, and not sentences"),
@@ -248,6 +261,52 @@ def test_a_member_that_raises_is_said_with_its_line(
     assert sentence.endswith(f"({tmp_path / 'mine.py'}, line {line})")
 
 
+def test_a_parameter_alone_may_have_a_place_of_its_own_in_files_of_hugging_face(made: Made) -> None:
+    """By its whole name, which is then the whole name there, too; what is missing is told with what was given."""
+    two = (
+        "def parameters(self, spec, layer):\n    from fivefold.spec.operations import Parameter\n"
+        "    return [Parameter(f'layers.{layer}.mine.{name}', (3,), 'bias', layer) for name in ('a', 'b')]\n"
+        "def hf_names(self, spec):\n    from fivefold.spec.kinds import HfTensor\n"
+        "    return {'mine_norm': HfTensor('n'), "
+    )
+    model = made("kind", f"{two}'mine.a': HfTensor('x.a'), 'mine.b': HfTensor('y')}}").model
+    names = [next(sources(model, parameter)).name for parameter in model.block_parameters(0)]
+    assert {"model.layers.0.x.a", "model.layers.0.y"} < {*names}
+    assert unnamed(model) == []
+    plugins._imported.clear()
+    del sys.modules["mine"]
+    [problem] = unnamed(made("kind", f"{two}'mine.a': HfTensor('x.a')}}").model)
+    assert "have mine.b; its method hf_names(self, spec) gives mine_norm, mine.a" in problem
+
+
+UP = 'spec.hidden, spec.hidden // tp, "colwise"'
+MORE = """def parameters(self, spec, layer):
+    from fivefold.spec.operations import Parameter
+    yield from super(type(self), self).parameters(spec, layer)
+    yield Parameter(f"layers.{layer}.mine.z", """
+
+
+@pytest.mark.parametrize(("replaced", "members", "sentences"), [
+    ((UP, "spec.hidden, 64, 'colwise'"), "", ["mine.up has colwise outputs 64 at tp=2, and 64 at tp=1; a rank has 32"]),
+    (("", ""), "def operations(self, spec, tp): return [Matmul('mine', 'up', 'mine_norm', spec.hidden, 101 // tp, "
+     "'colwise'), Matmul('mine', 'down', 'up', 101 // tp, spec.hidden, 'rowwise')]",
+     ["mine.up has colwise outputs 50 at tp=2, and 101 at tp=1; let divided(self, spec) give 101",
+      "mine.down has rowwise inputs 50 at tp=2, and 101 at tp=1; let divided(self, spec) give 101"]),
+    (("", ""), "def operations(self, spec, tp): return [Elementwise('other', spec.hidden // tp)]",
+     ["Elementwise(other) has width 16 at tp=2, and 32 at tp=1; a rank has 32"]),
+    (("", ""), "def operations(self, spec, tp): return [Elementwise('other', 32)] * tp", ["with tp=2 they are others"]),
+    ((UP, "spec.hidden, 64, 'colwise'"), "def divided(self, spec): return [33]", []),  # no layout has tp=2
+    (("", ""), f"{MORE}(3,), 'bias', layer + 1)", ["has layers.0.mine.z with unit=1 in layer 0"]),
+    (("", ""), f"{MORE}(0,), 'bias', layer)", ["has layers.0.mine.z of shape [0], which has no numbers"]),
+])  # fmt: skip
+def test_what_does_not_fit_together_is_said_before_a_process_starts(
+    made: Made, replaced: tuple[str, str], members: str, sentences: list[str]
+) -> None:
+    problems = made("kind", members, replaced=replaced).problems()
+    assert len(problems) == len(sentences)
+    assert all(map(str.__contains__, problems, sentences)), problems
+
+
 def test_operations_that_fail_on_some_layouts_are_said_of_these(made: Made) -> None:
     """The planner and the rules ask for them with other tp than the checks of a model do."""
     job = made(
@@ -276,6 +335,8 @@ def test_a_source_whose_vocabulary_cannot_be_told_is_one_sentence(made: Made, me
 @pytest.mark.parametrize(("change", "sentence"), [
     (("self.down)\n", "self.down)[..., 1:]\n"),
      "forward of mine:Layer gave a Tensor of shape [2, 4, 31] and torch.flo"),
+    (("self.down)\n", "self.down).bfloat16()\n"),
+     "gave a Tensor of shape [2, 4, 32] and torch.bfloat16, and not a Tensor of shape [2, 4, 32] and torch.float32"),
     (("return self.ops.row", "return 1, self.ops.row"), "forward of mine:Layer gave (1, tensor"),
     (("return self.ops.row_parallel", "self.ops.row_parallel"), "forward of mine:Layer gave None, and not a Tensor"),
 ])  # fmt: skip
@@ -296,6 +357,20 @@ def test_a_module_that_cannot_be_called_is_named_before_the_first_step(
 ) -> None:
     job = made("kind", replaced=change)
     assert sentence in said(refusal(lambda: Decoder(job.model)), "plugin.protocol")
+
+
+@pytest.mark.parametrize("member", ["__init__", "forward"])
+def test_a_module_that_leaves_the_program_is_named_and_is_no_success(made: Made, member: str) -> None:
+    """A process that ends with SystemExit(0) looks as if it had done its work."""
+    calls = {"__init__": "            super().__init__()", "forward": "            (y,) ="}
+    replaced = (calls[member], f"            raise SystemExit(0)\n{calls[member]}")
+    model, tokens = made("kind", replaced=replaced).model, torch.zeros(2, 4, dtype=torch.int64)
+    with pytest.raises((UserError, SystemExit)) as error:
+        Decoder(model)(tokens, TokenPositions.of(tokens))
+    blamed = error.value if isinstance(error.value, UserError) else plugins.blamed(error.value)
+    assert blamed is not None
+    code = {"__init__": "plugin.protocol", "forward": "plugin.raised"}[member]
+    assert "SystemExit: 0 (" in said(blamed, code)
 
 
 def test_a_module_that_cannot_be_made_is_named_with_its_line(made: Made, tmp_path: Path) -> None:
@@ -348,6 +423,23 @@ def test_what_an_optimizer_says_of_parameters_is_checked(made: Made, member: str
     assert sentence in said(refusal(asked), "plugin.result")
 
 
+def test_an_update_that_breaks_its_states_is_named(made: Made) -> None:
+    """Where it reads one that `states_of` does not keep, and where it leaves one of another shape."""
+    config, master = made("optimizer").optimizer, torch.zeros(2, 2)
+
+    def reads(name: str) -> object:
+        with reading(config, "update", states := dict[str, list[torch.Tensor]]()):
+            return states[name]
+
+    error = refusal(lambda: reads("momentum"))
+    assert "reads the state momentum, and states_of keeps none for these" in said(error, "plugin.result")
+    with pytest.raises(KeyError):
+        reads("other")
+    check_update(config, [master], {"momentum": [torch.ones(2, 2)]})
+    error = refusal(lambda: check_update(config, [master], {"momentum": [torch.ones(3)]}))
+    assert "update has left momentum as a Tensor of shape [3]" in said(error, "plugin.result")
+
+
 SMALL = ["data.seq=16", "train.batch=4", "train.steps=1", "train.eval_samples=0", "model.ffn=32", "train.device=cpu"]
 
 
@@ -359,6 +451,8 @@ SMALL = ["data.seq=16", "train.batch=4", "train.steps=1", "train.eval_samples=0"
         ("optimizer", "def accumulate(self, grads, states, step): return grads[1:]", "plugin.result", "accumulate"),
         ("optimizer", "def update(self, masters, grads, states, rate, decay, step): grads.nothing", "plugin.raised",
          "update raised AttributeError: 'list' object has no attribute 'nothing' ("),
+        ("optimizer", "def update(self, masters, grads, states, rate, decay, step): exit(0)", "plugin.raised",
+         "update raised SystemExit: 0 ("),
         ("loss", "def slope(self, logits, lse, sums, words): return logits @ lse[:3]", "plugin.raised",
          "slope raised RuntimeError: "),
     ],

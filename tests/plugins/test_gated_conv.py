@@ -196,6 +196,7 @@ def test_its_weights_lie_in_files_of_hugging_face_where_it_says(
     words = ("hf", "import", "hf", "-o", "runs/again", "--model", "conv.toml")
     done = fivefold(*words, cwd=tmp_path, env={"PYTHONPATH": str(conv)})
     assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"fivefold train runs/again/job.toml data.path=TOKENS --plugin {NAME}\n")
 
 
 def test_a_kind_without_names_has_no_place_in_files(conv: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,3 +146,12 @@ def test_a_place_that_fails_for_other_numbers_is_a_sentence(here: Path) -> None:
     plugins.load(NAME)
     with pytest.raises(UserError, match="place for p=8, chunks=1 raised KeyError: 8"):
         ff.plan("llama3-8b", "8xH200", fix=f"pp=8,schedule={NAME}", batch=16, seq=4096)
+
+
+def test_a_name_that_the_module_does_not_have_is_told_with_its_option_and_the_records(here: Path) -> None:
+    """And not with --plugin, which was not given, nor with the functions that build schedules."""
+    from fivefold.cli.options import _import_schedules
+
+    error = refusal(lambda: _import_schedules({"layout": f"pp=2,schedule={NAME.partition(':')[0]}:NOPE"}))
+    assert error.problems[0].startswith("layout.schedule=")
+    assert error.problems[0].endswith(f"has no NOPE; known: {NAME.partition(':')[2]}")

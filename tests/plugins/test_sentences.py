@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 import fivefold as ff
+from fivefold.cli import _first_to_say
+from fivefold.launch.heartbeat import BEATS
 from fivefold.support import plugins
 from fivefold.support.errors import UserError
 
@@ -85,6 +87,8 @@ def test_all_that_it_lacks_is_told_at_once(refused: object) -> None:
 @pytest.mark.parametrize(("text", "code", "said"), [
     ("1 / 0", "plugin.import", "mine raised ZeroDivisionError when it was imported: division by zero"),
     ("raise SystemExit(3)", "plugin.import", "mine raised SystemExit when it was imported: 3"),
+    ("raise GeneratorExit(3)", "plugin.import", "mine raised GeneratorExit when it was imported: 3"),
+    ("raise KeyboardInterrupt", "plugin.import", "mine raised KeyboardInterrupt when it was imported: "),
     ("def broken(:", "plugin.import", "mine raised SyntaxError when it was imported: "),
     ("import no_such_package_at_all", "plugin.import", "no_such_package_at_all"),
     ("import mine_too.deep", "plugin.import", "mine_too"),
@@ -92,6 +96,7 @@ def test_all_that_it_lacks_is_told_at_once(refused: object) -> None:
     ("raise UnicodeError('a\\nb\\x1b[31m')", "plugin.import", "a\\nb\\x1b[31m"),
     ("", "plugin.name", "has no Mine; known: none"),
     ("from os import path, sep\nclass Other: ...", "plugin.name", "has no Mine; known: Other"),
+    ("globals().update({f'x{n}': n for n in range(20)})", "plugin.name", "... (8 more)"),
     ("Mime = 3", "plugin.name", "has no Mine; did you mean 'Mime'"),
     ("def __getattr__(name): raise OSError(name)", "plugin.import", "mine raised OSError"),
     ("Mine = 3", "plugin.kind", "is a int, and not a subclass of fivefold.optim.base:OptimizerConfig"),
@@ -103,6 +108,26 @@ def test_a_module_that_is_none_is_one_sentence(refused: object, text: str, code:
     assert its == code
     assert said in sentence
     assert sentence.isprintable()
+
+
+def test_ctrl_c_while_a_module_is_imported_is_no_problem_of_it(refused: object) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        refused("import signal\nsignal.raise_signal(signal.SIGINT)\nfor _ in range(9): ...")  # type: ignore[operator]
+
+
+def test_what_a_module_prints_does_not_stand_in_what_a_command_prints(
+    refused: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused("print('loud')\nMine = 3")  # type: ignore[operator]
+    assert capsys.readouterr() == ("", "loud\n")
+
+
+def test_names_may_have_letters_of_any_language(
+    tmp_path: Path, forgotten: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "größe.py").write_text("Größe = 3", encoding="utf-8")
+    assert plugins.load("größe:Größe") == 3
 
 
 @pytest.mark.parametrize(
@@ -131,3 +156,12 @@ def test_a_plain_name_is_looked_up_and_never_imported(tmp_path: Path, monkeypatc
     (tmp_path / "lion.py").write_text("1 / 0")
     with pytest.raises(UserError, match="'lion' is not a choice"):
         ff.read_job(None, ["optimizer.name=lion"])
+
+
+def test_ranks_of_one_launcher_say_a_sentence_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(BEATS, raising=False)
+    assert [_first_to_say("one"), _first_to_say("one")] == [True, True]
+    monkeypatch.setenv(BEATS, str(tmp_path / "beats"))
+    assert [_first_to_say(word) for word in ("one", "one", "two", "one")] == [True, False, True, False]
+    monkeypatch.setenv(BEATS, str(tmp_path / "gone" / "beats"))
+    assert _first_to_say("one")

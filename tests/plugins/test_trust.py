@@ -12,10 +12,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 import fivefold as ff
 from fivefold.checkpoint.find import find
 from fivefold.checkpoint.manifest import MANIFEST
+from fivefold.cli import _refuse
 from fivefold.job.config import job_from, read_job
 from fivefold.launch.handshake import Facts, Statement, odd_ones, seal, settings_of, unseal
 from fivefold.spec.model import ModelSpec
@@ -268,3 +270,14 @@ def test_a_module_that_this_process_has_is_used_and_asked_for_nothing(
 
     assert type(read_job(job).optimizer) is evil.Evil
     assert plugins.imported() == [NAME]
+
+
+def test_what_several_stored_names_need_is_one_line_to_copy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fivefold", "train", "runs/my run"])
+    problems = [plugins.untrusted(setting, name) for setting, name in [
+        ("optimizer.name", "a:A"), ("model.pattern[0].mixer", "b:B"), ("model.pattern[1].mlp", "b:B")]]  # fmt: skip
+    with pytest.raises(SystemExit):
+        _refuse(Console(stderr=True, soft_wrap=True), UserError(problems))
+    assert capsys.readouterr().err.splitlines()[-1].endswith("fivefold train 'runs/my run' --plugin a:A --plugin b:B")

@@ -94,12 +94,15 @@ WRONG = {
     "[3]": ("model.pattern.type", r"model.pattern\[0\]=3 is not a table; write a table with mixer, mlp"),
     '[{mlp = "dense"}, "dense"]': ("model.pattern.type", r"model.pattern\[1\]='dense' is not a table; write a table"),
     '[{mixr = "attention"}]': ("setting.unknown", r"model.pattern\[0\].mixr is not a setting; did you mean 'mixer'"),
+    '[{mlp = "dense"}, {mixer = 3}]': ("model.pattern.kind", r"^model.pattern\[1\].mixer=3 is neither"),
+    '[{mlp = "dense"}, {mixer = "no"}]': ("model.pattern.mixer.choice", r"^model.pattern\[1\].mixer='no' is not a ch"),
     "[{mixer = 3}]": ("model.pattern.kind", 'one; write for example mixer = "attention"'),
     '[{mixer = "attenshun"}]': ("model.pattern.mixer.choice", "did you mean 'attention'"),
     '[{mlp = "attention"}]': ("model.pattern.mlp.choice", "'attention' is not a choice"),
     '[{mixer = {name = "attention", windw = 3}}]': ("setting.unknown", "did you mean 'window'"),
     "[{mixer = {window = 3}}]": ("model.pattern.kind", "neither a name nor a table with one"),
     '[{mixer = "nowhere.at_all:Conv"}]': ("plugin.module", "no module nowhere"),
+    '[{mlp = "dense"}, {mixer = "nowhere:A"}, {mixer = "nowhere:A"}]': ("plugin.module", r"^model.pattern\[1\].mixer="),
     '[{mixer = "fivefold.spec.mlps:Dense"}]': ("plugin.kind", "not a subclass of fivefold.spec.kinds:Mixer"),
 }
 
@@ -126,6 +129,8 @@ def test_what_a_pattern_contradicts_is_named() -> None:
     assert "neither a mixer nor an mlp in layer 0" in empty
     [long] = problems(pattern=[Layer(mlp="dense")] * 5)
     assert long.endswith("nearest: layers=5")
+    [below] = problems(pattern=[Layer(mlp="dense"), Layer(mixer={"name": "attention", "window": -2})])
+    assert below == "model.pattern[1].mixer.window=-2 must be at least 0"
     [window] = problems(pattern=[Layer(mixer="attention")], window=8)
     assert "model.window and model.pattern both say" in window
     [unused] = problems(pattern=[Layer(mlp="dense")], experts=FEW)

@@ -11,8 +11,19 @@ from torch import Tensor
 from fivefold.layout.context_split import context_share
 from fivefold.optim.lr_schedule import learning_rate
 from fivefold.schedules.registry import CATALOGUE
+from fivefold.spec.pattern import Layer
 from fivefold.verifier import compare
-from fivefold.verifier.cases import cases_of, deep_enough, legal_layouts, make_batch, pair_coverage, pairwise, variants
+from fivefold.verifier.cases import (
+    all_cases,
+    cases_of,
+    deep_enough,
+    legal_layouts,
+    make_batch,
+    mixture,
+    pair_coverage,
+    pairwise,
+    variants,
+)
 from fivefold.verifier.compare import tolerance_of
 from fivefold.verifier.reference import measure_noise, run_reference
 from fivefold.verifier.verdict import Verdict
@@ -246,6 +257,20 @@ def test_variants_are_the_known_ways_to_stumble() -> None:
     unlike = [[kind.name for kind in variants(moe())["unlike layers with experts"].kinds(n).branches] for n in range(2)]
     assert unlike == [["attention", "dense"], ["moe"]]
     assert "two kv heads" not in found  # it is the model itself
+
+
+def test_a_pattern_that_was_written_down_is_that_of_every_variant() -> None:
+    """Also with experts: they take the place of dense networks, and where there are none no case is added."""
+    mixer_alone, dense = Layer(mixer="attention"), Layer(mlp="dense")
+    written = tiny(pattern=(mixer_alone, dense), layers=2)
+    found = variants(written)
+    assert {variant.pattern for variant in found.values()} == {written.pattern}
+    assert {"one kv head", "vocab 257", "GPT block with dropout"} < found.keys()
+    [first, second] = mixture(written).pattern
+    assert (first, [kind.name for kind in second.branches]) == (mixer_alone, ["moe"])
+    without = tiny(pattern=(mixer_alone,))
+    assert [case for case in all_cases(job("dp=1", without), 2) if case.job.model.experts is not None] == []
+    assert "one kv head" not in variants(tiny(pattern=(dense,)))  # which has no heads
 
 
 def test_a_sample_meets_every_pair_of_settings() -> None:

@@ -215,7 +215,7 @@ def _config(spec: ModelSpec, dtype: str, out: Path) -> dict[str, Any] | None:
         if error.codes != ["hf.pattern"]:
             raise
         if lacks := unnamed(spec):
-            raise UserError([*error.coded, *lacks]) from None
+            raise UserError(lacks) from None
         nothing = f"{out} has weights under their kinds' names, and no config.json"
         warnings.warn(Note(f"{error}: {nothing}"), stacklevel=3)
         return None

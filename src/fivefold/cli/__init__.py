@@ -7,10 +7,13 @@ work without torch.
 import errno
 import json
 import multiprocessing
+import os
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
+from zlib import crc32
 
 import typer
 from rich.console import Console
@@ -32,13 +35,14 @@ from fivefold.cli import (
     verify,
     web,
 )
-from fivefold.cli.options import DRAWABLE_SUFFIXES, command
+from fivefold.cli.options import DRAWABLE_SUFFIXES, command, command_line
 from fivefold.cli.renamed import ExplainsUnknown
+from fivefold.launch.heartbeat import BEATS
 from fivefold.launch.host import keep_freed_memory
 from fivefold.launch.world import rank_here
 from fivefold.render.blocks import TEXTS
 from fivefold.support.errors import TRAINING, Note, PeerLost, TrainingError, UserError, needs
-from fivefold.support.plugins import blamed
+from fivefold.support.plugins import blamed, options, untrusted_in
 from fivefold.support.progress import shown
 from fivefold.version import __version__
 
@@ -119,20 +123,36 @@ def main(other_app: typer.Typer | None = None) -> None:
         if isinstance(error, PeerLost) or rank_here() == 0:
             console.print(_error(str(error)))
         sys.exit(error.code)
-    except Exception as error:
-        if (of_plugin := blamed(error)) is None:  # else a bug of ours, with its traceback
+    except (Exception, SystemExit) as error:
+        # Else it is a bug of ours, with its traceback, or the exit code of a command that has ended.
+        if (of_plugin := blamed(error)) is None:
             raise
-        console.print(_error(str(of_plugin)))
-        sys.exit(2)
+        _refuse(console, of_plugin)
 
 
 def _refuse(console: Console, error: UserError) -> NoReturn:
     """Print each problem, and with --json also an object of them and their codes where the result would stand."""
-    for problem in error.problems:
+    for problem in filter(_first_to_say, error.problems):
         console.print(_error(problem))
+    if len(names := untrusted_in(error)) > 1:
+        console.print(f"with all of them: {command_line()}{options(names)}")
     if "--json" in sys.argv[1:]:
         typer.echo(json.dumps({"problems": error.problems, "codes": error.codes}))
     sys.exit(2)
+
+
+def _first_to_say(sentence: str) -> bool:
+    """Whether no other rank that the same launcher has started has said it: most have the same problems."""
+    if not (beats := os.environ.get(BEATS)):
+        return True
+    said = Path(beats).with_name(f"said-{crc32(sentence.encode())}")
+    try:
+        said.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # the launcher is gone
+        return True
+    return True
 
 
 def _missing(error: ModuleNotFoundError) -> UserError:

@@ -11,6 +11,7 @@ from fivefold.cli.options import Json, bytes_bar, command
 from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.support.dtypes import BYTES, dtype_of
 from fivefold.support.errors import UserError
+from fivefold.support.plugins import options
 
 if TYPE_CHECKING:
     from fivefold.checkpoint.manifest import Checkpoint
@@ -78,6 +79,7 @@ def import_hf(
     job, run = stored(checkpoint), shlex.quote(str(output))
     has_tokenizer = (output / "tokenizer.json").is_file()
     train = f"fivefold train {run}/job.toml" + (" data.path=TOKENS" if data is None else "")
+    train += options(job.plugins)
     if as_json:
         typer.echo(json.dumps({"checkpoint": str(checkpoint.path), "job": str(output / "job.toml"), "train": train}))
         return

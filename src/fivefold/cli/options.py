@@ -30,7 +30,7 @@ from rich.progress import (
 from fivefold.render.blocks import TEXTS, check_writable
 from fivefold.render.paint import PICTURES
 from fivefold.support.errors import UserError
-from fivefold.support.plugins import is_plugin, load
+from fivefold.support.plugins import find_value, is_plugin, load
 from fivefold.support.progress import shown, silenced
 
 DRAWABLE_SUFFIXES = (*PICTURES, *TEXTS)  # of the file of a result that can also be drawn
@@ -114,8 +114,9 @@ def _with_common_options(function: Callable[..., None], writes: tuple[str, ...])
 
     @functools.wraps(function)
     def run(*, quiet: bool = False, plugin: Sequence[str] | None = None, **arguments: Any) -> None:
-        for name in (*(plugin or ()), *_schedule_plugins(arguments)):
+        for name in plugin or ():
             load(name)
+        _import_schedules(arguments)
         if writes:
             check_writable(arguments["output"], *writes)
         check_writable(arguments.get("html"), *PAGE_SUFFIXES)
@@ -154,16 +155,20 @@ def _quiet(*, prints_json: bool) -> Iterator[None]:
         yield
 
 
-def _schedule_plugins(arguments: Mapping[str, Any]) -> list[str]:
-    """Schedules of a user's own modules that options name: --layout, --fix, and what `draw` draws."""
+def _import_schedules(arguments: Mapping[str, Any]) -> None:
+    """Import schedules of a user's own modules that options name: --layout, --fix, and what `draw` draws."""
     layouts = [text for key in ("layout", "fix") if isinstance(text := arguments.get(key), str)]
     drawn = words if isinstance(words := arguments.get("schedule"), list) else []
     if not any(map(is_plugin, (*layouts, *drawn))):
-        return []  # the usual case, in which nothing more is imported
+        return  # the usual case, in which nothing more is imported
     from fivefold.layout.layout import schedule_named
+    from fivefold.schedules.info import ScheduleInfo
     from fivefold.schedules.registry import is_file
 
-    return [name for name in (*map(schedule_named, layouts), *drawn) if is_plugin(name) and not is_file(name)]
+    named = [("layout.schedule", schedule_named(layout)) for layout in layouts] + [("schedule", name) for name in drawn]
+    for setting, name in named:
+        if is_plugin(name) and not is_file(name):
+            find_value(setting, name, ScheduleInfo, trusted=True)
 
 
 def _names_a_job(parameter: inspect.Parameter) -> bool:

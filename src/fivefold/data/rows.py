@@ -78,7 +78,7 @@ class Splits:
 
 def read_window(row: TokenRow, start: int, stop: int, vocab: int | None = None) -> TokenWindow:
     """The tokens [start, stop), or why they are none; `vocab`: the model's."""
-    who = type(row).__name__
+    who = f"{type(row).__module__}:{type(row).__name__}"
     try:
         window = row.read(start, stop)
     except UserError:

@@ -33,7 +33,7 @@ from fivefold.spec.pattern import KINDS, named
 from fivefold.spec.presets import preset
 from fivefold.support.dtypes import Dtype, dtype_of
 from fivefold.support.errors import Note, Problem, UserError
-from fivefold.support.parsing import Missing, path_of, read, read_toml, toml_value, unknown_key
+from fivefold.support.parsing import Missing, numbered, path_of, read, read_toml, toml_value, unknown_key
 from fivefold.support.places import remote_of
 from fivefold.support.plugins import Sections, find_value, is_plugin
 from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, outside, within
@@ -411,12 +411,16 @@ def _moved(table: Table) -> Table:
 
 def _import_kinds(model: Any, problems: list[str], *, trusted: bool) -> None:
     """Import the plugins that a model's pattern names, if it is `trusted`; what cannot be used is taken out of it."""
-    for place, name in named(model.get("pattern")) if isinstance(model, dict) else ():
+    refused = set[tuple[str, str]]()  # a plugin in several entries is refused once
+    for number, place, name in named(model.get("pattern")) if isinstance(model, dict) else ():
+        if is_plugin(name) and (place, name) in refused:
+            continue
         try:
             KINDS[place].named(name, trusted=trusted)
         except UserError as error:
-            problems += error.coded
+            problems += numbered(error.coded, f"model.pattern[{number}]")
             model.pop("pattern", None)
+            refused.add((place, name))
 
 
 def _file_of(path: Path) -> Path:

@@ -472,7 +472,8 @@ class Launcher:
             return INTERRUPTED if self.stop_signal == signal.SIGINT else TERMINATED, None
         if self.stop_signal:
             self.say(f"stopped by {signal_name(self.stop_signal)}; no step was saved since")
-        reported = first.code in (-self.stop_signal, 2)  # in the line above, or by the rank itself: bad input
+        # In the line above, or by the rank itself: bad input.
+        reported = first.code == 2 or (self.stop_signal > 0 and first.code == -self.stop_signal)
         to_report = [] if reported else [first]
         only_waited = len(ends) > 1 and all(end.doubt == 3 for end in ends)
         if only_waited:

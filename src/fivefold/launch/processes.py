@@ -163,7 +163,7 @@ class Processes:
                 return end
         process.join(1)
         code = process.exitcode
-        if code == 0 and self.attached:
+        if code == 0 and self.attached and (self.home / f"{rank}.cause").exists():  # else by os._exit, in any step
             return End(rank, "returned")
         self._kill_group(process.pid)
         error = signal_name(-code) if code is not None and code < 0 else f"exit code {code}"
@@ -272,13 +272,13 @@ def _live(
                 pipe.send_bytes(pickle.dumps(Yielded(item)))
             value = None
         message = pickle.dumps(End(rank, "returned", value=value))  # by value: not multiprocessing's shared memory
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         user_error = error if isinstance(error, UserError) else plugins.blamed(error)
+        if isinstance(error, SystemExit) and user_error is None:
+            (home / f"{rank}.cause").write_text(repr(error.__context__))
+            raise
         text = f"{type(error).__name__}: {error}"
         message = pickle.dumps(End(rank, "raised", text, traceback.format_exc(), time.monotonic(), user_error))
-    except SystemExit as leaving:
-        (home / f"{rank}.cause").write_text(repr(leaving.__context__))
-        raise
     pipe.send_bytes(message)
     if not attached:
         threading.Event().wait()

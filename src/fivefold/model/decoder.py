@@ -79,7 +79,7 @@ def branch(kind: BlockKind, spec: ModelSpec, ops: LocalOps, layer: int) -> nn.Mo
         return named(kind.module)(kind, spec, ops)
     try:
         module = named(kind.module)(kind, spec, ops)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(_protocol(kind, f"could not be made: {told(error, kind.name)}")) from error
     if not isinstance(module, nn.Module):
         raise UserError(_protocol(kind, f"gave a {type(module).__name__}, and not a torch.nn.Module"))
@@ -132,9 +132,10 @@ def _unlike(kind: BlockKind, spec: ModelSpec, layer: int, module: nn.Module) -> 
 
 
 def _check_output(kind: BlockKind, x: Tensor, y: Any) -> None:
-    """The output of somebody else's module is added to the residual stream, so it has its shape."""
-    if not isinstance(y, Tensor) or y.shape != x.shape:
-        raise wrong(kind, f"forward of {kind.module}", f"gave {shown(y)}, and not a Tensor of shape {list(x.shape)}")
+    """The output of somebody else's module is added to the residual stream, so it has its shape and dtype."""
+    if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
+        wanted = f"a Tensor of shape {list(x.shape)} and {x.dtype}"
+        raise wrong(kind, f"forward of {kind.module}", f"gave {shown(y)}, and not {wanted}")
 
 
 class Block(nn.Module):

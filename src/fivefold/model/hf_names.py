@@ -25,6 +25,7 @@ _GPT2_ENDS = {
     "head": "lm_head",
 }
 EXPERT_BIAS = "e_score_correction_bias"
+_METHOD = "hf_names(self, spec)"
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"  # suffixes of the names of MXFP4's two tensors
 
 # How files name the experts of a layer, and lay them out:
@@ -106,8 +107,11 @@ def sources(spec: ModelSpec, parameter: Parameter, expert_format: ExpertFormat =
         leaf = EXPERT_BIAS if leaf == "balance" else leaf
         yield TensorSource(f"{prefix}.{layer}.{_ROUTERS[expert_format]}.{leaf}", rows)
     else:
-        stored = _names(spec, layer)[module]
-        name, transposed = f"{prefix}.{layer}.{stored.name}.{leaf}", stored.transposed and parameter.kind == "linear"
+        names = _names(spec, layer)
+        own = names.get(f"{module}.{leaf}")  # of a parameter alone, which has the whole name there
+        stored = own or names[module]
+        name = f"{prefix}.{layer}.{stored.name}" + ("" if own else f".{leaf}")
+        transposed = stored.transposed and parameter.kind == "linear"
         yield TensorSource(name, rows, transposed=transposed, slot=stored.slot, slots=stored.slots)
 
 
@@ -118,10 +122,18 @@ def unnamed(spec: ModelSpec) -> list[Problem]:
         layer = spec.first(kinds)
         names = _names(spec, layer)
         for kind in kinds.branches:
-            own = [_parts(one)[0] for one in spec.block_parameters(layer) if _of(kind, one) and not one.experts]
-            if missing := sorted({module for module in own if module not in names and module != _router(spec, layer)}):
-                lacks = f"{kind.name} does not say where files of Hugging Face have {', '.join(missing)}"
-                problems.append(Problem("hf.names", f"{lacks}; write its method hf_names(self, spec)"))
+            own = [_parts(one) for one in spec.block_parameters(layer) if _of(kind, one) and not one.experts]
+            known = {*names, _router(spec, layer)}
+            missing = {
+                module if leaf in ("weight", "bias") else f"{module}.{leaf}"
+                for module, leaf in own
+                if not {module, f"{module}.{leaf}"} & known
+            }
+            if missing:
+                lacks = f"{kind.name} does not say where files of Hugging Face have {', '.join(sorted(missing))}"
+                given = ", ".join(ask(kind, "hf_names", spec, wanted=HF_NAMES))
+                says = f"its method {_METHOD} gives {given}" if given else f"write its method {_METHOD}"
+                problems.append(Problem("hf.names", f"{lacks}; {says}"))
     return list(dict.fromkeys(problems))
 
 

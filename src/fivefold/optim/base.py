@@ -10,15 +10,16 @@ Jobs and plans read this without torch: rules import it where they compute.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from fivefold.optim.groups import GROUP, GroupSettings, ParamGroup, match_problems, regrouped, settings_problems
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.plugin_calls import NUMBER, Wanted, ask, each, shown, wrong
+from fivefold.support.plugin_calls import AMOUNT, Wanted, ask, each, shown, wrong
 from fivefold.support.plugin_settings import class_shortcomings, unhashable
-from fivefold.support.plugins import untrusted
+from fivefold.support.plugins import is_plugin, untrusted
 from fivefold.support.ranges import STEPS, within
 
 if TYPE_CHECKING:
@@ -229,11 +230,14 @@ class UnknownOptimizer(OptimizerConfig, frozen=True, kw_only=True):
 
 def states_of(config: OptimizerConfig, parameter: "Parameter") -> tuple[str, ...]:
     """Which states it keeps for a parameter."""
-    known = Wanted(
-        f"some of its states, {config.states}",
-        lambda found: "" if isinstance(found, tuple | list) and {*config.states}.issuperset(found) else shown(found),
+
+    def odd(found: object) -> str:
+        fits = isinstance(found, tuple | list) and all(found.count(one) == 1 and one in config.states for one in found)
+        return "" if fits else shown(found)
+
+    return tuple(
+        ask(config, "states_of", parameter, wanted=Wanted(f"some of its states, {config.states}, each once", odd))
     )
-    return tuple(ask(config, "states_of", parameter, wanted=known))
 
 
 def group_of(config: OptimizerConfig, parameter: "Parameter") -> ParamGroup:
@@ -266,18 +270,46 @@ def group_problems(config: OptimizerConfig, parameters: "Sequence[Parameter]") -
     """What is wrong with its groups and states for the parameters of a model."""
     if isinstance(config, UnknownOptimizer):
         return []
+    matrices: dict[tuple[int, ...], None] = {}
     try:
         for parameter in parameters:
-            _own_group(config, parameter)
+            if _own_group(config, parameter).rule == "matrix":
+                matrices[parameter.shape] = None
             states_of(config, parameter)
+        for rows, columns in matrices:
+            matrix_flops(config, rows, columns)
+            matrix_memory(config, rows, columns)
     except UserError as error:
         return error.coded
     return [*match_problems(config.groups, [parameter.name for parameter in parameters])]
 
 
+@contextmanager
+def reading(config: OptimizerConfig, member: str, states: "States") -> Iterator[None]:
+    """A context in which a plugin's member, its own or one of ours that it has inherited, is given some of its
+    states."""
+    try:
+        yield
+    except KeyError as error:
+        if not is_plugin(config.name) or error.args[0] not in {*config.states} - states.keys():
+            raise
+        kept = f"states_of keeps {', '.join(states) or 'none'} for these parameters"
+        raise wrong(config, member, f"reads the state {error.args[0]}, and {kept}") from error
+
+
+def check_update(config: OptimizerConfig, masters: "Tensors", states: "States") -> None:
+    """Raises UserError if a plugin's `update` has left tensors of another shape or dtype: others count on these."""
+    for name, tensors in {**states, "the weights": masters}.items() if is_plugin(config.name) else ():
+        for tensor, master, grad in zip(tensors, masters, (one.grad for one in masters), strict=True):
+            like = master if grad is None or name != "the weights" else grad
+            if tensor.shape != like.shape or tensor.dtype != master.dtype:
+                left = f"has left {name} as {shown(tensor)}, and not as it was given {shown(like)}"
+                raise wrong(config, "update", left)
+
+
 def matrix_flops(config: OptimizerConfig, rows: int, columns: int) -> float:
-    return float(ask(config, "matrix_flops", rows, columns, wanted=NUMBER))
+    return float(ask(config, "matrix_flops", rows, columns, wanted=AMOUNT))
 
 
 def matrix_memory(config: OptimizerConfig, rows: int, columns: int) -> int:
-    return int(ask(config, "matrix_memory", rows, columns, wanted=NUMBER))
+    return int(ask(config, "matrix_memory", rows, columns, wanted=AMOUNT))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fivefold.launch.waits import timed_wait
 from fivefold.layout.matrix_owners import AllToAll, Gather, MatrixOwners, Part, Parts, Round, elements, in_order
-from fivefold.optim.base import OptimizerConfig, group_of
+from fivefold.optim.base import OptimizerConfig, group_of, reading
 from fivefold.optim.groups import ParamGroup
 from fivefold.parallel.collectives import staged_all_gather, waiting
 from fivefold.parallel.mesh import Mesh
@@ -87,7 +87,8 @@ class WholeMatrices:
         if scale is not None:
             torch._foreach_mul_(grads, scale.to(grads[0].dtype))
         own = {key: [self._of(part, states[part.name][key]) for part in parts] for key in keys}
-        read = self.config.accumulate(grads, own, step)
+        with reading(self.config, "accumulate", own):
+            read = self.config.accumulate(grads, own, step)
         shapes = [[*one.shape] for one in grads]
         if not isinstance(read, list | tuple) or [[*getattr(one, "shape", ())] for one in read] != shapes:
             gave = ", ".join(map(shown, read)) if isinstance(read, list | tuple) else shown(read)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.launch.waits import timed_wait
-from fivefold.optim.base import OptimizerConfig, group_of, states_of
+from fivefold.optim.base import OptimizerConfig, check_update, group_of, reading, states_of
 from fivefold.optim.groups import ParamGroup
 from fivefold.parallel.matrices import WholeMatrices
 from fivefold.parallel.mesh import Mesh
@@ -135,7 +135,10 @@ class Optimizer:
                 torch._foreach_mul_(gradients, clip_coef.to(gradients[0].dtype))
             states = {key: [self.states[name][key] for name in masters] for key in kept}
             rate = lr * group.lr_factor
-            update_rule([*masters.values()], gradients, states, rate, group.weight_decay, self.updates)
+            updated = [*masters.values()]
+            with reading(self.config, "update", states):
+                update_rule(updated, gradients, states, rate, group.weight_decay, self.updates)
+            check_update(self.config, updated, states)
 
     def _update_fused(self, lr: float, clip_coef: Tensor | None) -> frozenset[str]:
         """Update each parameter by one kernel, which also writes the model's copy in the compute dtype, if there is one

@@ -8,7 +8,7 @@ come with the package are in `mixers.py` and `mlps.py`; one of yours is a class 
 Jobs and plans read kinds without torch: the module that is named imports it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import msgspec
@@ -23,9 +23,10 @@ from fivefold.spec.operations import (
     Scores,
     TensorRule,
     group_problems,
+    odd_record,
 )
 from fivefold.support.errors import UserError
-from fivefold.support.plugin_calls import WHOLE_NUMBERS, Wanted, ask, each, instance, shown
+from fivefold.support.plugin_calls import WHOLE_NUMBERS, Wanted, ask, each, shown
 from fivefold.support.plugin_settings import class_shortcomings, unhashable
 from fivefold.support.plugins import is_plugin
 
@@ -131,9 +132,11 @@ class MLP(BlockKind, frozen=True, kw_only=True):
 
 PARAMETERS = each(
     "fivefold.spec.operations:Parameter, in a list or by yield",
-    lambda one: "" if isinstance(one, Parameter) else shown(one),
+    lambda one: odd_record(one, Parameter),
 )
-CACHE = instance("a fivefold.spec.operations:Cache or None", Cache, type(None))
+CACHE = Wanted(
+    "a fivefold.spec.operations:Cache or None", lambda found: "" if found is None else odd_record(found, Cache)
+)
 
 
 def _odd_names(found: object) -> str:
@@ -186,9 +189,57 @@ def _inconsistent(kind: BlockKind, spec: "ModelSpec") -> Iterator[str]:
         elif matmul.experts or matmul.tp in ("experts", "replicated_partial"):
             yield from _of_experts(kind, spec, matmul, of)
     for parameter in ask(kind, "parameters", spec, 0, wanted=PARAMETERS):
+        of = f"{kind.name}.parameters has {parameter.name}"
         if parameter.init is not None and parameter.init.problem:
-            yield f"{kind.name}.parameters has {parameter.name} with init of {parameter.init.problem}"
-    yield from (f"{kind.name}.operations under tp: {problem}" for problem in group_problems(matmuls))
+            yield f"{of} with init of {parameter.init.problem}"
+        if parameter.unit != 0:
+            yield f"{of} with unit={parameter.unit} in layer 0; a parameter of a block has its layer as its unit"
+        if not parameter.size:
+            yield f"{of} of shape {[*parameter.shape]}, which has no numbers"
+    ungrouped = [f"{kind.name}.operations under tp: {problem}" for problem in group_problems(matmuls)]
+    yield from ungrouped or _undivided(kind, spec, operations)
+
+
+def _undivided(kind: BlockKind, spec: "ModelSpec", operations: Sequence[Operation]) -> Iterator[str]:
+    """Operations of which two tp ranks do not have the parts that their rules say, where layouts may have tp=2."""
+    heads = [(one.heads, one.kv_heads) for one in operations if isinstance(one, Scores)]
+    uneven = any(count % 2 or kv_heads % 2 > (kv_heads == 1) for count, kv_heads in heads)
+    if uneven or any(width % 2 for width in ask(kind, "divided", spec, wanted=WHOLE_NUMBERS)):
+        return
+    try:
+        parts = list(ask(kind, "operations", spec, 2, wanted=OPERATIONS))
+    except UserError:  # said where a layout has this tp
+        return
+    of = f"{kind.name}.operations under tp:"
+    if [*map(_called, parts)] != [*map(_called, operations)]:
+        yield f"{of} with tp=2 they are others than with tp=1; a rank has all of them, on its part"
+        return
+    for whole, part in zip(operations, parts, strict=True):
+        for field, rule, wanted in _part(whole, spec):
+            had, has = getattr(whole, field), getattr(part, field)
+            if has != wanted:
+                right = f"a rank has {wanted:g}" if wanted % 1 == 0 else f"let divided(self, spec) give {had}"
+                yield f"{of} {_called(whole)} has {rule}{field} {has} at tp=2, and {had} at tp=1; {right}"
+
+
+def _part(whole: Operation, spec: "ModelSpec") -> Iterator[tuple[str, str, float]]:
+    """What one of two tp ranks has of an operation: fields, the rule that says so, and the values."""
+    if isinstance(whole, Elementwise):
+        yield "width", "", whole.width  # over all tp ranks
+    elif isinstance(whole, Scores):
+        yield from (("heads", "", whole.heads / 2), ("kv_heads", "", max(1, whole.kv_heads / 2)))
+    else:
+        one_head = whole.tp == "colwise_kv" and spec.kv_heads == 1
+        divided = {"colwise": "outputs", "colwise_kv": "outputs", "rowwise": "inputs"}.get(whole.tp)
+        for field in ("inputs", "outputs"):
+            size = getattr(whole, field)
+            yield field, f"{whole.tp} ", size / 2 if field == divided and not one_head else size
+
+
+def _called(operation: Operation) -> str:
+    if isinstance(operation, Matmul):
+        return f"{operation.branch}.{operation.name}"
+    return f"{type(operation).__name__}({getattr(operation, 'name', '') or getattr(operation, 'kind', '')})"
 
 
 def _of_experts(kind: BlockKind, spec: "ModelSpec", matmul: Matmul, of: str) -> Iterator[str]:

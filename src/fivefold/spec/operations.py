@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from fivefold.support.plugin_calls import ask, each, shown
+from fivefold.support.plugin_calls import AMOUNT, ask, each, shown
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
@@ -234,17 +234,30 @@ Operation = Matmul | Scores | Elementwise
 NO_SCORES = Scores(0, 0, 0, 0)
 
 
-def _odd_operation(found: object) -> str:
-    """What is odd about what should be an operation: its type, or one of its numbers."""
-    if not isinstance(found, Matmul | Scores | Elementwise):
+@lru_cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def odd_record(found: Any, *kinds: type) -> str:
+    """What is odd about what should be one of these named tuples: its type, or one of its values. All numbers in them
+    are counts and amounts."""
+    if not isinstance(found, kinds) or not isinstance(found, tuple):
         return shown(found)
-    for (name, wanted), value in zip(get_type_hints(type(found)).items(), found, strict=True):
+    for (name, wanted), value in zip(_hints(type(found)).items(), found, strict=True):
         try:
             msgspec.convert(value, wanted)
+            amounts = [one for one in (value if isinstance(value, tuple) else [value]) if isinstance(one, int | float)]
+            odd = "" if isinstance(value, Initial) or all(0 <= one < math.inf for one in amounts) else AMOUNT.words
         except msgspec.ValidationError as error:
-            choices = f"known: {', '.join(get_args(wanted))}" if get_origin(wanted) is Literal else str(error)
-            return f"{type(found).__name__}({getattr(found, 'name', '')!r}) with {name}={shown(value)} ({choices})"
+            odd = f"known: {', '.join(get_args(wanted))}" if get_origin(wanted) is Literal else str(error)
+        if odd:
+            return f"{type(found).__name__}({getattr(found, 'name', '')!r}) with {name}={shown(value)} ({odd})"
     return ""
+
+
+def _odd_operation(found: object) -> str:
+    return odd_record(found, Matmul, Scores, Elementwise)
 
 
 OPERATIONS = each("fivefold.spec.operations (Matmul, Scores, Elementwise), in a list or by yield", _odd_operation)

@@ -17,7 +17,7 @@ from fivefold.spec.kinds import MLP, BlockKind, Mixer
 from fivefold.spec.mixers import MIXERS, GroupedQueryAttention, MultiHeadLatentAttention
 from fivefold.spec.mlps import MLPS, Dense, MixtureOfExperts
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.parsing import read
+from fivefold.support.parsing import numbered, read
 from fivefold.support.plugin_calls import problems_of
 from fivefold.support.plugins import Registry
 
@@ -82,14 +82,15 @@ def _made(registry: Registry[Any], value: Any) -> BlockKind:
     return made
 
 
-def named(pattern: Any) -> Iterator[tuple[str, str]]:
-    """The names in a pattern as a job's table has it, each with its place; what is none is found when it is read."""
-    for layer in pattern if isinstance(pattern, list | tuple) else ():
+def named(pattern: Any) -> Iterator[tuple[int, str, str]]:
+    """The names in a pattern as a job's table has it, each with the number of its entry and its place; what is none is
+    found when it is read."""
+    for number, layer in enumerate(pattern if isinstance(pattern, list | tuple) else ()):
         for place in KINDS:
             value = layer.get(place) if isinstance(layer, dict) else None
             name = value.get("name") if isinstance(value, dict) else value
             if isinstance(name, str):
-                yield place, name
+                yield number, place, name
 
 
 def layers_of(spec: "ModelSpec") -> tuple[Layer, ...]:
@@ -139,7 +140,9 @@ def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
             )
     for kind in _different(spec.pattern):
         registry = KINDS["mixer" if isinstance(kind, Mixer) else "mlp"]
-        for sentence in registry.class_problems(kind) or problems_of(kind, spec):  # a plugin's may have no code
+        first = next(number for number, layer in enumerate(spec.pattern) if any(kind is one for one in layer.branches))
+        found = registry.class_problems(kind) or problems_of(kind, spec)
+        for sentence in numbered(found, f"model.pattern[{first}]"):  # a plugin's may have no code
             yield sentence if isinstance(sentence, Problem) else Problem("model.pattern.rules", sentence)
     said = {"window": spec.window, "window_period": spec.window_period - 1}
     said["experts.dense_layers"] = spec.experts.dense_layers if spec.experts else 0

@@ -9,7 +9,7 @@ import os
 import re
 import tomllib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
@@ -187,8 +187,17 @@ def _read_item(kind: type[S], value: Any, path: str, problems: list[str]) -> S |
     try:
         return read(kind, value, path, problems)
     except UserError as error:
-        problems += error.coded
+        problems += numbered(error.coded, path)
         return None
+
+
+def numbered(problems: Iterable[str], path: str) -> list[str]:
+    """What an item of a list says is wrong with it, which does not know its number: with the number in its settings."""
+    own, said = f"{_unnumbered(path)}.", list[str]()
+    for problem in problems:
+        sentence = f"{path}.{problem.removeprefix(own)}" if problem.startswith(own) else problem
+        said.append(Problem(problem.code, sentence) if isinstance(problem, Problem) else sentence)
+    return said
 
 
 def _struct(kind: type[S], table: dict[str, Any], path: str, problems: list[str]) -> S | None:

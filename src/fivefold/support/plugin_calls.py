@@ -6,6 +6,7 @@ Members of ours are called as they are. What is raised where no member is asked 
 module, in a thread that reads) is known by the frames that it has left in a plugin's files: `plugins.blamed`.
 """
 
+import math
 import reprlib
 import traceback
 from collections.abc import Callable, Iterator
@@ -42,7 +43,10 @@ def each(words: str, odd: Callable[[Any], str]) -> Wanted:
 
 TEXTS = each("sentences, in a list or by yield", lambda one: "" if isinstance(one, str) else shown(one))
 WHOLE_NUMBERS = each("a list of whole numbers", lambda one: "" if type(one) is int else shown(one))
-NUMBER = instance("a number", int, float)
+AMOUNT = Wanted(
+    "a number, finite and not negative",
+    lambda result: "" if isinstance(result, int | float) and 0 <= result < math.inf else shown(result),
+)
 TRUTH = instance("True or False", bool)
 
 

@@ -14,13 +14,16 @@ console script does not have on its path, and where nothing else is found (`plug
 import hashlib
 import importlib
 import inspect
+import opcode
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import msgspec
@@ -29,9 +32,11 @@ from fivefold.support.errors import Problem, TrainingError, UserError
 from fivefold.support.plugin_calls import place_of, problems_of, raised
 from fivefold.support.plugin_files import installed_as, source_files
 from fivefold.support.plugin_finder import FINDER
-from fivefold.support.text import did_you_mean
+from fivefold.support.text import did_you_mean, nearest
 
-_FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_ALLOWING = re.compile(r" --plugin ([^\s,]+)")
+_LISTED = 12  # names of a module, where one is asked for that it does not have
 _imported: dict[str, Any] = {}  # by name, what this process uses: imported for its user, or by the program itself
 
 
@@ -81,7 +86,7 @@ class Registry(Generic[T]):
                 return self.table[name]
             hint = did_you_mean(str(name), list(self.table))
             raise UserError(f"{self.setting}={name!r} is not a choice; {hint}", f"{self.setting}.choice")
-        found = load(name, self.setting) if trusted else _present(name)
+        found = load(name, self.setting, self._own) if trusted else _present(name)
         fits = isinstance(found, type) and issubclass(found, self.base)
         if not fits and name not in _imported:
             raise UserError(untrusted(self.setting, name))
@@ -90,6 +95,11 @@ class Registry(Generic[T]):
             wanted = f"a subclass of {self.base.__module__}:{self.base.__name__}"
             raise UserError(Problem("plugin.kind", f"{self.setting}={name} is {what}, and not {wanted}"))
         return _checked(self.setting, name, found, self.base)
+
+    def _own(self, found: Any) -> bool:
+        """Whether it is a user's class for this setting."""
+        fits = isinstance(found, type) and issubclass(found, self.base)
+        return fits and found.__module__.partition(".")[0] != __name__.partition(".")[0]
 
     def class_problems(self, given: T) -> list[str]:
         """Why an object that a program gives cannot be used, where its class is not in the table."""
@@ -151,7 +161,7 @@ class Sections(Registry[D]):
 
 def find_value(setting: str, name: str, kind: type[K], *, trusted: bool) -> K:
     """The object of a module that `setting` (layout.schedule) calls `name`."""
-    found = load(name, setting) if trusted else _present(name)
+    found = load(name, setting, lambda other: isinstance(other, kind)) if trusted else _present(name)
     if isinstance(found, kind):
         return cast(K, _imported.setdefault(name, found))
     if name not in _imported:
@@ -253,8 +263,14 @@ def untrusted(setting: str, name: str) -> Problem:
     return Problem("plugin.untrusted", f"{why}. If you trust it: --plugin {name}{change}")
 
 
-def load(name: str, setting: str = "--plugin") -> Any:
-    """Import what a user has named."""
+def untrusted_in(error: UserError) -> list[str]:
+    """The plugins that the problems of an error would have allowed, each once."""
+    problems = (problem for problem in error.coded if getattr(problem, "code", "") == "plugin.untrusted")
+    return list(dict.fromkeys(name for problem in problems for name in _ALLOWING.findall(problem)))
+
+
+def load(name: str, setting: str = "--plugin", fits: Callable[[Any], bool] = lambda found: False) -> Any:
+    """Import what a user has named; where there is no such name, those are listed that `fits` takes."""
     if name in _imported:
         return _imported[name]
     if not _FORM.fullmatch(name):
@@ -266,30 +282,48 @@ def load(name: str, setting: str = "--plugin") -> Any:
         raise UserError(Problem("plugin.module", f"{setting}={name} {own}"))
     FINDER.admit(module_name, Path.cwd())
     try:
-        module = importlib.import_module(module_name)
-        missing = not hasattr(module, attribute)
+        with redirect_stdout(sys.stderr):  # what a module prints must not stand in a command's JSON or TOML
+            module = importlib.import_module(module_name)
+            missing = not hasattr(module, attribute)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             where = f"where Python looks (installed packages, PYTHONPATH), and not in {os.getcwd()}"
             raise UserError(Problem("plugin.module", f"{setting}={name}: no module {error.name} {where}")) from None
         raise UserError(Problem("plugin.import", f"{setting}={name}: {module_name} raised {error!r}")) from None
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and not _by_statement(error):
+            raise  # Ctrl-C
         raised = f"{module_name} raised {type(error).__name__} when it was imported: {error}"
         raise UserError(Problem("plugin.import", f"{setting}={name}: {raised}")) from None
     if missing:
-        known = [word for word, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
-        public = [word for word in known or vars(module) if not word.startswith("_")]
         nothing = f"{module_name} ({getattr(module, '__file__', None)}) has no {attribute}"
-        hint = did_you_mean(attribute, public)
-        raise UserError(Problem("plugin.name", f"{setting}={name}: {nothing}; {hint}"))
+        raise UserError(Problem("plugin.name", f"{setting}={name}: {nothing}; {_hint(attribute, module, fits)}"))
     _imported[name] = getattr(module, attribute)
     return _imported[name]
+
+
+def _by_statement(error: BaseException) -> bool:
+    """Whether the last line that an error has come through raised it; a signal's handler does so between two lines."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_code[trace.tb_lasti] == opcode.opmap["RAISE_VARARGS"]
+
+
+def _hint(attribute: str, module: ModuleType, fits: Callable[[Any], bool]) -> str:
+    """What may have been meant of a module: of what would do there, else of its own, else of all that it has."""
+    public = {word: value for word, value in vars(module).items() if not word.startswith("_")}
+    own = [word for word, value in public.items() if getattr(value, "__module__", "") == module.__name__]
+    names = [word for word in public if fits(public[word])] or own or [*public]
+    more = [f"... ({len(names) - _LISTED} more)"] if len(names) > _LISTED else []
+    return did_you_mean(attribute, nearest(attribute, names) or [*names[:_LISTED], *more])
 
 
 def named(place: str) -> Any:
     """What is at "package.module:Name", as a class of this process names it: code says so, and no file or peer."""
     module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
+    with redirect_stdout(sys.stderr):
+        return getattr(importlib.import_module(module), name)
 
 
 # What a machine or a peer causes, whoever's code it meets: by the names of torch's classes, which is not imported here.
@@ -299,10 +333,11 @@ _OF_MACHINES = {"OutOfMemoryError", "AcceleratorError", "DistError"}
 def blamed(error: BaseException) -> UserError | None:
     """What an error is to its user that has come through a plugin's file; None where it has not, or is a machine's.
 
-    For what is raised where no member is asked: in the forward pass of a module, in an update of weights.
+    For what is raised where no member is asked: in the forward pass of a module, in an update of weights. A SystemExit
+    is one, too: the process would end as if it had done its work.
     """
     machine = isinstance(error, OSError | MemoryError) or _OF_MACHINES & {kind.__name__ for kind in type(error).__mro__}
-    if machine or isinstance(error, UserError | TrainingError) or not isinstance(error, Exception):
+    if machine or isinstance(error, UserError | TrainingError) or not isinstance(error, Exception | SystemExit):
         return None
     places = ((name, place_of(error, name)) for name in imported())
     found = max(((place.depth, name, place.member) for name, place in places if place), default=None)

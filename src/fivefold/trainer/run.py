@@ -46,7 +46,7 @@ from fivefold.parallel.same_collectives import same_order
 from fivefold.render.blocks import render, width_of
 from fivefold.render.paint import to_svg
 from fivefold.schedules.text import save
-from fivefold.support.errors import PeerLost, UserError
+from fivefold.support.errors import PeerLost, TrainingError, UserError
 from fivefold.support.files import cannot_write, put
 from fivefold.support.plugins import blamed, options
 from fivefold.support.text import counted, graphs_text, si
@@ -142,12 +142,14 @@ def run_job(
     try:
         with watched(job.train.timeout, world.rank, world.size):
             return _run_job(job, sources, world, console, start, stopping, listeners)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         why = lost_peer(error) if world.size > 1 and isinstance(error, RuntimeError) else None
         if why is not None:
             raise PeerLost(f"rank {world.rank} lost its connection to another rank: {why}") from error
         if (of_plugin := blamed(error)) is not None:
             raise of_plugin from error
+        if isinstance(error, SystemExit) and not error.code:  # it would end the process as if all steps were done
+            raise TrainingError(f"{type(error).__name__}: {error.code} was raised before the last step") from error
         raise
 
 

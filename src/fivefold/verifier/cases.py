@@ -18,7 +18,8 @@ pipeline also ep, ZeRO, sp and kinds of cp) chosen such that every pair occurs.
 The requested model runs on all of them; `deepen` gives it more layers where it has too few for the stages. Its
 `variants`, each a known way to go wrong, run on a small sample of layouts in which every pair of settings occurs; kinds
 of attention and unlike layers share one such sample, as do the variants of a mixture, in which the variant is a
-setting. A dense model is proven with experts, too (`mixture`).
+setting. A dense model is proven with experts, too (`mixture`). A pattern that was written down is that of all variants:
+who writes one wants its blocks proven. Variants that none of them would notice are left out.
 """
 
 from collections import Counter
@@ -45,6 +46,7 @@ from fivefold.spec.blocks import Experts, LatentSpec
 from fivefold.spec.mixers import GroupedQueryAttention
 from fivefold.spec.mlps import Dense, MixtureOfExperts
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import block
 from fivefold.spec.pattern import Layer
 from fivefold.support.text import divisors
 
@@ -181,8 +183,17 @@ def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
             "gpt-oss": {**_SINKS, "bias": True, "activation": "swiglu_clamped"},
             "GPT block with experts": {**_GPT, "kv_heads": spec.heads},  # biases; the embedding is tied
         }
+    if spec.pattern:
+        changes = {name: change for name, change in changes.items() if "pattern" not in change}
     specs = {name: msgspec.structs.replace(spec, **change) for name, change in changes.items()}
-    return {name: variant for name, variant in specs.items() if variant != spec and not variant.problems()}
+    return {name: one for name, one in specs.items() if one != spec and not one.problems() and _differs(one, spec)}
+
+
+def _differs(variant: ModelSpec, spec: ModelSpec) -> bool:
+    """Whether anything computes otherwise: kinds of a user's own need not read what a variant changes."""
+    if not spec.pattern or variant.parameters() != spec.parameters() or variant.experts != spec.experts:
+        return True
+    return any(block(variant, layer=kinds) != block(spec, layer=kinds) for kinds in spec.counted())
 
 
 _MANY = 128  # a microbatch of a rank has 32 tokens or a few more; each expert costs a layer three products a pass
@@ -195,16 +206,21 @@ def _deepseek(experts: Experts) -> Experts:
 
 
 def mixture(spec: ModelSpec) -> ModelSpec:
-    """A dense model with experts in place of its feed-forward networks."""
-    return msgspec.structs.replace(spec, experts=Experts(count=8, top_k=2, ffn=max(1, spec.ffn // 4)))
+    """A dense model with experts in place of its feed-forward networks; a pattern without such has none to replace."""
+    experts = Experts(count=8, top_k=2, ffn=max(1, spec.ffn // 4))
+    pattern = tuple(
+        msgspec.structs.replace(layer, mlp=MixtureOfExperts()) if type(layer.mlp) is Dense else layer
+        for layer in spec.pattern
+    )
+    return msgspec.structs.replace(spec, experts=experts, pattern=pattern)
 
 
 def all_cases(job: Job, world: int, deepen: bool = False, fixed_keys: Collection[str] = ()) -> list[LayoutCase]:
     """The job's model on every layout, and its variants on a pairwise cover of those that are legal for them; if it
     has no experts, the same with experts. Settings of the job named in `fixed_keys` stay as they are."""
     cases = cases_of(job, world, deepen, fixed_keys=fixed_keys)
-    if job.model.experts is None:
-        with_experts = msgspec.structs.replace(job, model=mixture(job.model))
+    if job.model.experts is None and not (mixed := mixture(job.model)).problems():
+        with_experts = msgspec.structs.replace(job, model=mixed)
         cases += cases_of(with_experts, world, deepen, "experts", fixed_keys)
     return cases
 
