@@ -58,7 +58,7 @@ def check(
     answer: _Answer,
     timeout: Annotated[
         float, typer.Option(help="Seconds that one layout has before its ranks count as hanging.")
-    ] = 20.0,
+    ] = 30.0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:

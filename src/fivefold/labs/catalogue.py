@@ -7,16 +7,18 @@ from typing import Any
 
 from fivefold.labs.attention.lab import LAB as ATTENTION
 from fivefold.labs.data_parallel.lab import LAB as DATA_PARALLEL
+from fivefold.labs.experts.lab import LAB as EXPERTS
 from fivefold.labs.lab import Lab
 from fivefold.labs.linear.lab import LAB as LINEAR
 from fivefold.labs.pipeline.lab import LAB as PIPELINE
+from fivefold.labs.ring.lab import LAB as RING
 from fivefold.labs.sequence.lab import LAB as SEQUENCE
 from fivefold.labs.zero.lab import LAB as ZERO
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.support.errors import UserError
 from fivefold.support.text import did_you_mean
 
-LABS: tuple[Lab, ...] = (LINEAR, ATTENTION, SEQUENCE, DATA_PARALLEL, ZERO, PIPELINE)
+LABS: tuple[Lab, ...] = (LINEAR, ATTENTION, SEQUENCE, DATA_PARALLEL, ZERO, PIPELINE, RING, EXPERTS)
 
 
 def lab_of(name: str) -> Lab:

@@ -24,7 +24,7 @@ from fivefold.labs.probes import differences
 from fivefold.render.blocks import Block, Result, Table, Text, mark
 from fivefold.support.text import counted
 
-TIMEOUT = 20.0  # seconds of one layout: a check has a dozen, and a minute
+TIMEOUT = 30.0  # seconds of one layout: a check has a dozen, and a minute
 _SHOWN = 3  # differences that are told of a layout
 
 

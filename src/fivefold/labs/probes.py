@@ -63,6 +63,8 @@ def _difference(truth: Values, ranks: Sequence[Values], layout: Layout) -> str:
         return ""
     where = "" if len(wrong) == len(ranks) else f" on rank {wrong[0]}"
     own = ranks[wrong[0]]
+    if not np.isfinite(own).all():
+        return f"has {int((~np.isfinite(own)).sum()):,} elements that are nan or infinite{where}"
     if _close(_centred(own), _centred(truth)):
         return f"is off by the same row for every token{where}: by a bias"
     for view in (np.asarray, _centred):  # a bias may be added before or after what went wrong

@@ -1,0 +1,89 @@
+"""The check of the lab: experts on several ranks against one process that has all of them, and all tokens."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.labs.experts.lab import EXPERTS, HIDDEN, OUTPUT, TOP, D
+from fivefold.labs.student import called, load_shards, probe, recorded, unlike
+
+SIZES = {"router": (EXPERTS, D), "up": (EXPERTS, HIDDEN, D), "down": (EXPERTS, D, HIDDEN)}
+
+
+class Whole(nn.Module):
+    """Every expert computes every token, and the weights of those that were not chosen are 0."""
+
+    def __init__(self, router: Tensor, up: Tensor, down: Tensor):
+        super().__init__()
+        self.router, self.up, self.down = (nn.Parameter(weight.clone()) for weight in (router, up, down))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, chosen = (x @ self.router.T).topk(TOP)
+        weights = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(1, chosen, scores.softmax(-1))
+        inner = F.gelu(torch.einsum("td,ehd->teh", x, self.up))
+        return torch.einsum("teh,edh,te->td", inner, self.down, weights)
+
+
+class Model(nn.Module):
+    """x is a parameter: its gradient is what the layer hands back to the ones before it."""
+
+    def __init__(self, x: Tensor, moe: nn.Module):
+        super().__init__()
+        self.x, self.moe = nn.Parameter(x.clone()), moe
+
+
+class Check:
+    LAYOUTS = ("ep=2",)
+    layout: dict[str, int]
+
+    def __init__(self, tokens: int):
+        self.tokens = tokens
+        self.weights = {"x": unlike((tokens, D), 0)}
+        self.weights |= {f"moe.{name}": unlike(size, 1 + seed) for seed, (name, size) in enumerate(SIZES.items())}
+
+    def world(self, layout: dict[str, int]) -> int:
+        return layout["ep"]
+
+    def build(self, layout: dict[str, int]) -> Model:
+        self.layout = layout
+        return self.made(self.weights)
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's tokens: all but the last rank have as many as the first, if there are as many."""
+        parts = list(x.split(-(-len(x) // dist.get_world_size())))
+        return parts[dist.get_rank()] if dist.get_rank() < len(parts) else x[:0]
+
+    def made(self, weights: dict[str, Tensor]) -> Model:
+        given = [weights[f"moe.{name}"] for name in SIZES]
+        moe = called("ExpertParallelMoE", *given, TOP, dist.group.WORLD) if self.layout else Whole(*given)
+        return Model(self.own(weights["x"]), moe)
+
+    def load(self, model: Model, full: dict[str, Tensor]) -> None:
+        load_shards(model, self.made(full))
+
+    def batch(self, step: int) -> Tensor:
+        """What each element of the output counts in the loss, so that no two errors cancel."""
+        return unlike((self.tokens, D), 100 + step)
+
+    def step(self, model: Any, batch: Tensor) -> dict[str, Tensor]:
+        with recorded(self.layout):
+            output = model.moe(model.x)
+            probe(self.layout, OUTPUT, output)
+            loss = (output * self.own(batch)).sum()
+            loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        router = model.moe.router
+        self.summed = torch.zeros_like(router) if router.grad is None else router.grad.clone()
+        dist.all_reduce(self.summed)  # as data parallelism does, which is another lab
+        self.router = router
+        return {"loss": total}
+
+    def grad(self, parameter: nn.Parameter) -> Tensor | None:
+        return self.summed if parameter is self.router else parameter.grad
+
+
+tokens, few = Check(10), Check(3)

@@ -1,0 +1,50 @@
+"""Expert parallelism."""
+
+from collections.abc import Sequence
+
+from fivefold.labs.lab import Case, Hint, Lab
+from fivefold.labs.messages import Message, told
+
+D, HIDDEN, EXPERTS, TOP = 6, 8, 4, 2  # width, an expert's width, experts, and how many of them each token goes to
+MOST = 3 + 2  # forward the numbers of tokens, the tokens, and the results; backward the gradients of both
+OUTPUT = "the output"
+
+
+def exchanges(ranks: Sequence[Sequence[Message]]) -> str:
+    """Tokens go to the ranks of their experts alone: an all-gather sends all to all."""
+    for rank, messages in enumerate(ranks):
+        odd = [
+            one
+            for one in messages
+            if one.kind in ("all-gather", "broadcast") and one.payload > 8 * EXPERTS * len(ranks)
+        ]
+        if odd:
+            return (
+                f"the numbers are right, but rank {rank} sends {told(odd)}: a token is needed on the ranks of its {TOP} "
+                "experts alone"
+            )
+        calls = [one for one in messages if one.kind == "all-to-all"]
+        if len(calls) > MOST:
+            return f"the numbers are right, but rank {rank} sends {told(calls)} where {MOST} are enough"
+    return ""
+
+
+LAB = Lab(
+    "experts",
+    "Expert parallelism",
+    "route, exchange and combine tokens whose numbers nobody knows beforehand",
+    (
+        Case("tokens", ("ep=2", "ep=4"), "ten tokens, two experts each", None, {OUTPUT: 0}, exchanges),
+        Case("few", ("ep=2", "ep=4"), "ranks without tokens, idle experts", None, {OUTPUT: 0}, exchanges),
+    ),
+    (
+        Hint((OUTPUT, "another order"), "results come back in the order in which the tokens were sent: undo the sort"),
+        Hint((OUTPUT, "differs"), "each token's result is the sum over its experts, times their weights; the weights are the "
+                                  "softmax over the chosen ones"),
+        Hint(("router", "no one factor"), "the router learns by the weights: they must not be detached"),
+        Hint(("router", "zero or missing"), "the router learns by the weights: they must not be detached"),
+        Hint(("up", "missing"), "an expert's gradient is made of the tokens of all ranks: backward of an exchange is the "
+                                "exchange back"),
+        Hint(("exactly x",), "an expert has the tokens of all ranks, so its gradient is whole: nothing is left to reduce"),
+    ),
+)  # fmt: skip

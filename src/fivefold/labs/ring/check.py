@@ -1,0 +1,60 @@
+"""The check of the lab: a student's function on parts of a sequence, against one process's kernel on all of it."""
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.labs.ring.lab import OUTPUT, TOKENS, B, D, H
+from fivefold.labs.student import called, load_shards, probe, recorded, unlike
+
+
+class Sides(nn.Module):
+    """q, k and v are parameters: their gradients are compared."""
+
+    def __init__(self, sides: dict[str, Tensor]):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Parameter(sides[name].clone()) for name in "qkv")
+
+
+class Check:
+    LAYOUTS = ("cp=2",)
+    layout: dict[str, int]
+
+    def __init__(self, causal: bool, scale: float = 1.0):
+        self.causal = causal
+        self.weights = {name: unlike((B, H, TOKENS, D), seed) * scale for seed, name in enumerate("qkv")}
+
+    def build(self, layout: dict[str, int]) -> Sides:
+        self.layout = layout
+        return self.made(self.weights)
+
+    def made(self, weights: dict[str, Tensor]) -> Sides:
+        return Sides({name: self.own(weight) for name, weight in weights.items()})
+
+    def own(self, side: Tensor) -> Tensor:
+        """This rank's tokens."""
+        return side.chunk(dist.get_world_size(), dim=2)[dist.get_rank()]
+
+    def load(self, model: Sides, full: dict[str, Tensor]) -> None:
+        load_shards(model, self.made(full))
+
+    def batch(self, step: int) -> Tensor:
+        """What each element of the output counts in the loss, so that no two errors cancel."""
+        return unlike((B, H, TOKENS, D), 100 + step)
+
+    def step(self, model: Sides, batch: Tensor) -> dict[str, Tensor]:
+        sides = model.q, model.k, model.v
+        with recorded(self.layout):
+            if self.layout:
+                output = called("ring_attention", *sides, self.causal, dist.group.WORLD)
+            else:
+                output = F.scaled_dot_product_attention(*sides, is_causal=self.causal)
+            probe(self.layout, OUTPUT, output)
+            loss = (output * self.own(batch)).sum()
+            loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return {"loss": total}
+
+
+whole, causal, large = Check(False), Check(True), Check(True, 30.0)
