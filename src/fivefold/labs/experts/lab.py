@@ -12,16 +12,13 @@ OUTPUT = "the output"
 
 def exchanges(ranks: Sequence[Sequence[Message]]) -> str:
     """Tokens go to the ranks of their experts alone: an all-gather sends all to all."""
+    numbers = 8 * EXPERTS * len(ranks)  # bytes of how many tokens each expert gets from each rank
     for rank, messages in enumerate(ranks):
-        odd = [
-            one
-            for one in messages
-            if one.kind in ("all-gather", "broadcast") and one.payload > 8 * EXPERTS * len(ranks)
-        ]
+        odd = [one for one in messages if one.kind in ("all-gather", "broadcast") and one.payload > numbers]
         if odd:
             return (
-                f"the numbers are right, but rank {rank} sends {told(odd)}: a token is needed on the ranks of its {TOP} "
-                "experts alone"
+                f"the numbers are right, but rank {rank} sends {told(odd)}: a token is needed on the ranks of its "
+                f"{TOP} experts alone"
             )
         calls = [one for one in messages if one.kind == "all-to-all"]
         if len(calls) > MOST:
@@ -39,12 +36,10 @@ LAB = Lab(
     ),
     (
         Hint((OUTPUT, "another order"), "results come back in the order in which the tokens were sent: undo the sort"),
-        Hint((OUTPUT, "differs"), "each token's result is the sum over its experts, times their weights; the weights are the "
-                                  "softmax over the chosen ones"),
+        Hint((OUTPUT, "differs"), "a token's result is the sum of its experts', times the softmax over the chosen scores"),
         Hint(("router", "no one factor"), "the router learns by the weights: they must not be detached"),
         Hint(("router", "zero or missing"), "the router learns by the weights: they must not be detached"),
-        Hint(("up", "missing"), "an expert's gradient is made of the tokens of all ranks: backward of an exchange is the "
-                                "exchange back"),
-        Hint(("exactly x",), "an expert has the tokens of all ranks, so its gradient is whole: nothing is left to reduce"),
+        Hint(("up", "missing"), "an expert has the tokens of all ranks: backward of an exchange is the one back"),
+        Hint(("exactly x",), "an expert has the tokens of all ranks: its gradient is whole, and not to be reduced"),
     ),
 )  # fmt: skip
