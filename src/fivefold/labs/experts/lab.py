@@ -35,8 +35,8 @@ LAB = Lab(
         Case("few", ("ep=2", "ep=4"), "ranks without tokens, idle experts", None, {OUTPUT: 0}, exchanges),
     ),
     (
-        Hint((OUTPUT, "another order"), "results come back in the order in which the tokens were sent: undo the sort"),
-        Hint((OUTPUT, "differs"), "a token's result is the sum of its experts', times the softmax over the chosen scores"),
+        Hint((OUTPUT, "another order"), "results come back in the order in which tokens were sent: undo the sort"),
+        Hint((OUTPUT, "differs"), "a token's result sums its experts', times the softmax over the chosen scores"),
         Hint(("router", "no one factor"), "the router learns by the weights: they must not be detached"),
         Hint(("router", "zero or missing"), "the router learns by the weights: they must not be detached"),
         Hint(("up", "missing"), "an expert has the tokens of all ranks: backward of an exchange is the one back"),
