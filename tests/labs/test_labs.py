@@ -1,0 +1,56 @@
+"""Each lab: its starter has a hole, its solution passes, and each typical mistake is named."""
+
+from pathlib import Path
+
+import pytest
+
+from fivefold.labs.catalogue import LABS, lab_in, start_lab
+from fivefold.labs.checking import LabCheck, check_lab
+from fivefold.labs.lab import Lab
+from tests.labs.mistakes import MISTAKES, Mistake
+from tests.refusals import refusal
+
+SOLUTIONS = Path(__file__).with_name("solutions")
+NAMES = [lab.name for lab in LABS]
+
+
+def said(found: LabCheck) -> str:
+    return "\n".join(problem for outcome in found.outcomes for problem in outcome.problems)
+
+
+@pytest.mark.parametrize("lab", LABS, ids=NAMES)
+def test_the_starter_says_what_is_not_written(lab: Lab, tmp_path: Path) -> None:
+    start_lab(lab.name, tmp_path / "mine")
+    found = check_lab(tmp_path / "mine")
+    assert not found.ok
+    assert f"({lab.file}, line" in said(found)
+    assert "is not written yet" in said(found)
+
+
+@pytest.mark.parametrize("lab", LABS, ids=NAMES)
+def test_the_solution_is_one_process_and_sends_no_more_than_it_must(lab: Lab) -> None:
+    found = check_lab(SOLUTIONS / lab.file)
+    assert found.ok, str(found)
+    assert len(found.outcomes) == sum(len(case.layouts) for case in lab.cases)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake.lab}: {mistake.what}")
+def test_a_mistake_is_named(mistake: Mistake, tmp_path: Path) -> None:
+    lab = next(lab for lab in LABS if lab.name == mistake.lab)
+    text = (SOLUTIONS / lab.file).read_text()
+    for old, new in mistake.edits:
+        assert old in text
+        text = text.replace(old, new, 1)
+    (tmp_path / lab.file).write_text(text)
+    found = check_lab(tmp_path, timeout=15.0)
+    assert not found.ok
+    for words in mistake.words:
+        assert words in said(found)
+
+
+def test_nothing_is_replaced_and_what_is_no_lab_is_refused(tmp_path: Path) -> None:
+    start_lab("linear", tmp_path)
+    assert refusal(lambda: start_lab("linear", tmp_path)).codes == ["lab.exists"]
+    assert refusal(lambda: start_lab("linaer", tmp_path)).codes == ["lab.unknown"]
+    assert refusal(lambda: lab_in(tmp_path / "nothing")).codes == ["lab.folder"]
+    assert lab_in(tmp_path)[0].name == lab_in(tmp_path / "linear.py")[0].name == "linear"
