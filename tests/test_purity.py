@@ -21,6 +21,7 @@ NEED_TORCH = {
     "trace": "run.dir={}/runs -o {}/trace.json", "generate": "{}/hf --tokens 1,2", "calibrate": "",
     "checkpoint reshard": "{} --layout tp=2 -o {}/x", "hf import": "{}/hf -o {}/x", "hf export": "{} -o {}/x",
     "bench checkpoint": "", "bench optimizer": "tiny", "bench peers": "", "bench train": "tiny",
+    "lab check": "{}/lab", "lab bench": "{}/lab",
 }  # fmt: skip
 NEED_NOTHING = {
     "plan": "tiny --cluster 2xCPU --batch 8 --seq 64 --layout dp=2 --html {}/plan.html", "serve": "tiny --prompt 64",
@@ -28,7 +29,7 @@ NEED_NOTHING = {
     "list models": "", "list accelerators": "", "draw": "1f1b --pp 2 -m 2 --html {}/s.html",
     "compare schedules": "", "compare zero": "tiny", "compare cp": "--seq 4096 --cp 2", "compare mixed": "--help",
     "data prepare": "{}/text.txt -o {}/tokens", "data check": "{}/tokens", "checkpoint ls": "{}/empty",
-    "inspect": "{}/a-run -o {}/loss.svg --html {}/run.html", "ui": "--help", "": "--help",
+    "inspect": "{}/a-run -o {}/loss.svg --html {}/run.html", "ui": "--help", "lab start": "linear {}/lab", "": "--help",
 }  # fmt: skip
 ALSO_NEED_TORCH = ("verify --curve run.dir={}/runs", "bench peers --overhead", "bench peers --scaling",
                    "bench checkpoint --recovery", "bench train --cases llama3-8b")  # fmt: skip

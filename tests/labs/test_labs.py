@@ -11,14 +11,17 @@ from tests.labs.mistakes import MISTAKES, Mistake
 from tests.refusals import refusal
 
 SOLUTIONS = Path(__file__).with_name("solutions")
-NAMES = [lab.name for lab in LABS]
+# Two labs in every `make test`, one mistake each; all of them in `make prove`.
+QUICK = ("linear", "attention")
+EVERY = [pytest.param(lab, id=lab.name, marks=[pytest.mark.slow] * (lab.name not in QUICK)) for lab in LABS]
+FIRST = {lab: next(mistake for mistake in MISTAKES if mistake.lab == lab) for lab in QUICK}
 
 
 def said(found: LabCheck) -> str:
     return "\n".join(problem for outcome in found.outcomes for problem in outcome.problems)
 
 
-@pytest.mark.parametrize("lab", LABS, ids=NAMES)
+@pytest.mark.parametrize("lab", EVERY)
 def test_the_starter_says_what_is_not_written(lab: Lab, tmp_path: Path) -> None:
     start_lab(lab.name, tmp_path / "mine")
     found = check_lab(tmp_path / "mine")
@@ -27,14 +30,17 @@ def test_the_starter_says_what_is_not_written(lab: Lab, tmp_path: Path) -> None:
     assert "is not written yet" in said(found)
 
 
-@pytest.mark.parametrize("lab", LABS, ids=NAMES)
+@pytest.mark.parametrize("lab", EVERY)
 def test_the_solution_is_one_process_and_sends_no_more_than_it_must(lab: Lab) -> None:
     found = check_lab(SOLUTIONS / lab.file)
     assert found.ok, str(found)
     assert len(found.outcomes) == sum(len(case.layouts) for case in lab.cases)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake.lab}: {mistake.what}")
+@pytest.mark.parametrize("mistake", [
+    pytest.param(one, id=f"{one.lab}: {one.what}", marks=[pytest.mark.slow] * (one not in FIRST.values()))
+    for one in MISTAKES
+])  # fmt: skip
 def test_a_mistake_is_named(mistake: Mistake, tmp_path: Path) -> None:
     lab = next(lab for lab in LABS if lab.name == mistake.lab)
     text = (SOLUTIONS / lab.file).read_text()

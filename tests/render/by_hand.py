@@ -20,6 +20,10 @@ from fivefold.foreign.repeated import RepeatedCertificate
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job
+from fivefold.labs.catalogue import LABS
+from fivefold.labs.checking import LabCheck, Outcome
+from fivefold.labs.messages import LabMessage
+from fivefold.labs.scaling import LabBench, Span, TimedSteps
 from fivefold.machines.doctor import DoctorResult
 from fivefold.machines.judge import Examination
 from fivefold.machines.result import CalibrationResult, MeasuredRow, RankSpeed, RanksResult
@@ -221,3 +225,23 @@ def repeated_certificate() -> RepeatedCertificate:
     rows = [row | {"passed": True} for row in body["layouts"]]
     stated = {"layouts": rows, "created": "2026-01-02T03:04:05Z", "versions": {"torch": "2.12.0"}, "steps": 1}
     return RepeatedCertificate(body | stated, now)
+
+
+def lab_check() -> LabCheck:
+    """A layout that passes, one whose output is wrong, and one that hangs."""
+    case, ranks = LABS[1].cases[0], tuple(range(4))
+    good = LayoutProof({"tp": 2}, 2, 1.5, [Deviation("loss", "", 1, 0, 3.4e-15, 1e-10)])
+    wrong = "the output of the layer is 4 x = tp x what it should be: it is reduced twice"
+    hangs = "rank 0 waits in an all-reduce of 1,536 bytes, its collective number 2; rank 1 is through after 1"
+    sent = [LabMessage("all-reduce", 123_456, ranks)] * 2 + [LabMessage("reduce-scatter", 1_234_567, ranks)] * 12
+    outcomes = [
+        Outcome(case, good, (), sent),
+        Outcome(case, replace(good, layout={"tp": 4}), (wrong,), sent),
+        Outcome(case, replace(good, layout={"tp": 4}, broken="rank 0 gave no answer within 30 s"), (hangs,), []),
+    ]
+    return LabCheck(LABS[1], tuple(outcomes))
+
+
+def lab_bench() -> LabBench:
+    waits = [Span(0.01, 0.02), Span(0.04, 0.05)]
+    return LabBench(LABS[1], {n: [TimedSteps([0.11 / n, 0.1 / n], waits)] * n for n in (1, 2, 4)})

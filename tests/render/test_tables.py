@@ -28,6 +28,7 @@ from fivefold.bench import checkpoint as recovery
 from fivefold.bench.harness import Machine, RoundTimes, RowsResult
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import accelerators
+from fivefold.labs.catalogue import StartedLab, lab_of, labs
 from fivefold.layout.layout import Layout
 from fivefold.planner import mixed_compare as mixed
 from fivefold.planner.context import context, lengths
@@ -154,6 +155,10 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "SweepsResult": lambda: SweepsResult(tuple(choices(swept().results))),
     "CoverageResult": covered,
     "SourceList": SourceList,
+    "Labs": labs,
+    "StartedLab": lambda: StartedLab(lab_of("linear"), (Path("my-lab/README.md"), Path("my-lab/linear.py"))),
+    "LabCheck": by_hand.lab_check,
+    "LabBench": by_hand.lab_bench,
     "Certificate": by_hand.certificate,
     "RepeatedCertificate": by_hand.repeated_certificate,
     "DrawResult": lambda: ff.draw("1f1b", "zb-v", pp=4, microbatches=8),

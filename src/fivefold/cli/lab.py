@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli.options import Json, Output, command, counting_bar
+from fivefold.cli.options import DRAWABLE_SUFFIXES, Json, Output, Picture, command, counting_bar
 from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.render.blocks import TEXTS, show
 
@@ -79,3 +79,26 @@ def check(
     with counting_bar() as progress:
         found = check_lab(answer, timeout=timeout, progress=progress)
     show(found, as_json, output)
+
+
+@command(app, "bench", "Time your answer on more ranks.  [dim]fivefold lab bench my-lab[/]", DRAWABLE_SUFFIXES)
+def bench(
+    answer: _Answer,
+    rounds: Annotated[int, typer.Option(help="Timed steps on each number of ranks; medians are shown.")] = 5,
+    output: Picture = None,
+    as_json: Json = False,
+) -> None:
+    """Time an answer on 1, 2 and 4 ranks: scaling efficiency, and when each rank computes or waits.
+
+    One rank runs PyTorch's own code on the whole; more ranks run yours on the same
+    work. -o timeline.svg draws the step.
+
+    [dim]Examples:[/]
+
+      fivefold lab bench my-lab
+
+      fivefold lab bench my-lab -o timeline.svg
+    """
+    from fivefold.labs.scaling import bench_lab
+
+    show(bench_lab(answer, rounds=rounds), as_json, output)

@@ -127,7 +127,7 @@ class Adapter:
     """What the file gives, and what is usual for the rest. Importing it runs the user's code: only ranks do so."""
 
     def __init__(self, place: AdapterFile):
-        self.given = given = _import(place)
+        self.given = given = import_adapter(place)
         if problems := list(_shortcomings(given, place.text)):
             raise UserError([Problem("adapter.protocol", problem) for problem in problems])
         self.batch: Callable[[int], Any] = given.batch
@@ -197,7 +197,8 @@ def plain(name: str) -> str:
     return name
 
 
-def _import(place: AdapterFile) -> Any:
+def import_adapter(place: AdapterFile) -> Any:
+    """The object that a file gives: itself, or one of its names. It runs the user's code."""
     name = f"fivefold_adapter_{place.file.stem}"
     spec = importlib.util.spec_from_file_location(name, place.file)
     if spec is None or spec.loader is None:

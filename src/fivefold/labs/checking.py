@@ -7,7 +7,7 @@ The verdict is made here, from the tensors and messages that ranks return: what 
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from fivefold.foreign.layout_proof import LayoutProof
 from fivefold.foreign.verify import verify_adapter
 from fivefold.labs.catalogue import lab_in
 from fivefold.labs.lab import Case, Lab
-from fivefold.labs.messages import ANSWER, FOLDER, Message, busiest, read, stuck, sums, told, wire_of
+from fivefold.labs.messages import ANSWER, FOLDER, LabMessage, busiest, read, stuck, sums, told, wire_of
 from fivefold.labs.probes import differences
 from fivefold.render.blocks import Block, Result, Table, Text, mark
 from fivefold.support.text import counted
@@ -35,7 +35,7 @@ class Outcome:
     case: Case
     proof: LayoutProof
     problems: tuple[str, ...]
-    sent: Sequence[Message]  # by the rank that sends most, in one step
+    sent: Sequence[LabMessage]  # by the rank that sends most, in one step
 
     @property
     def passed(self) -> bool:
@@ -96,7 +96,7 @@ def check_lab(
             folder = Path(home) / case.model
             folder.mkdir()
             shown = partial(_progress, progress, len(outcomes), total)
-            with _environment({ANSWER: str(file.resolve()), FOLDER: str(folder)}):
+            with answered_by(file, folder):
                 check = f"{lab.home / 'check.py'}:{case.model}"
                 found = verify_adapter(check, case.layouts, timeout=timeout, steps=lab.steps, progress=shown)
             outcomes += [_outcome(lab, case, proof, folder) for proof in found.proofs]
@@ -147,7 +147,7 @@ def _hinted(lab: Lab, text: str, likely: str = "") -> str:
     return f"{text}: {hint}" if hint else text
 
 
-def _too_much(sent: Sequence[Message], needed: Sequence[Message] | None) -> list[str]:
+def _too_much(sent: Sequence[LabMessage], needed: Sequence[LabMessage] | None) -> list[str]:
     """Right, and dearer than it has to be."""
     if needed is None:
         return []
@@ -161,8 +161,9 @@ def _too_much(sent: Sequence[Message], needed: Sequence[Message] | None) -> list
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """What ranks find in their environment."""
+def answered_by(file: Path, folder: Path | None = None) -> Iterator[None]:
+    """Ranks that start in here import this answer, and write what they send into the folder."""
+    values = {ANSWER: str(file.resolve()), **({FOLDER: str(folder)} if folder else {})}
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fivefold.labs.messages import Message
+from fivefold.labs.messages import LabMessage
 
 HOME = Path(__file__).parent
 F64 = 8  # bytes of an element: checks compute in float64
@@ -18,9 +18,9 @@ class Case(NamedTuple):
     model: str  # an object in the lab's check.py
     layouts: tuple[str, ...]
     about: str  # what is awkward in it
-    needs: Callable[[Mapping[str, int]], list[Message]] | None = None  # what a rank has to send in a step, by layout
+    needs: Callable[[Mapping[str, int]], list[LabMessage]] | None = None  # what a rank has to send in a step, by layout
     probes: Mapping[str, int | None] = MappingProxyType({})  # by name: the dimension in which ranks have parts, or None
-    judge: Callable[[Sequence[Sequence[Message]]], str] | None = None  # of the messages, where numbers are right
+    judge: Callable[[Sequence[Sequence[LabMessage]]], str] | None = None  # of the messages, where numbers are right
 
 
 class Hint(NamedTuple):
@@ -38,6 +38,7 @@ class Lab:
     cases: tuple[Case, ...]
     hints: tuple[Hint, ...] = ()
     steps: int = 1
+    bench: str | None = None  # the axis along which its `bench` is timed
 
     @property
     def home(self) -> Path:

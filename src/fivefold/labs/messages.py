@@ -16,7 +16,7 @@ _DIRECT = ("send", "receive")
 MARKS = ("end", "backward", "state", "F", "B")
 
 
-class Message(NamedTuple):
+class LabMessage(NamedTuple):
     kind: str  # "all-reduce", "send", "receive", ...; "end" closes the list of a rank that is through, and others mark
     # a place in it: MARKS
     payload: int = 0  # bytes
@@ -43,29 +43,29 @@ class Message(NamedTuple):
         return f"{'an' if self.kind[0] in 'aeio' else 'a'} {self.kind} of {size}"
 
 
-def read(folder: Path, layout: str, world: int) -> list[list[Message]]:
+def read(folder: Path, layout: str, world: int) -> list[list[LabMessage]]:
     """By rank; what a rank was writing when it was ended is left out."""
     ranks = []
     for rank in range(world):
         file = folder / f"{layout}-{rank}.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         rows = [json.loads(line) for line in lines if line.endswith("}")]
-        ranks.append([Message(**{**row, "ranks": tuple(row.get("ranks", ()))}) for row in rows])
+        ranks.append([LabMessage(**{**row, "ranks": tuple(row.get("ranks", ()))}) for row in rows])
     return ranks
 
 
-def busiest(ranks: Sequence[Sequence[Message]]) -> list[Message]:
+def busiest(ranks: Sequence[Sequence[LabMessage]]) -> list[LabMessage]:
     """What the rank that sends most sends: receives are the other side of sends."""
     by_rank = [[one for one in messages if one.kind not in (*MARKS, "receive")] for messages in ranks]
     return max(by_rank, key=wire_of, default=[])
 
 
-def wire_of(messages: Sequence[Message]) -> Fraction:
+def wire_of(messages: Sequence[LabMessage]) -> Fraction:
     """Bytes that a rank sends."""
     return sum((message.wire for message in messages), Fraction(0))
 
 
-def sums(messages: Sequence[Message]) -> dict[str, tuple[int, int]]:
+def sums(messages: Sequence[LabMessage]) -> dict[str, tuple[int, int]]:
     """By kind, calls and bytes."""
     found: dict[str, tuple[int, int]] = {}
     for message in messages:
@@ -74,7 +74,7 @@ def sums(messages: Sequence[Message]) -> dict[str, tuple[int, int]]:
     return dict(sorted(found.items()))
 
 
-def stuck(ranks: Sequence[Sequence[Message]]) -> str:
+def stuck(ranks: Sequence[Sequence[LabMessage]]) -> str:
     """Why ranks that hang do not go on; empty if their messages do not say."""
     ranks = [[one for one in messages if one.kind not in MARKS[1:]] for messages in ranks]
     last = {rank: messages[-1] for rank, messages in enumerate(ranks) if messages}
@@ -106,7 +106,7 @@ def stuck(ranks: Sequence[Sequence[Message]]) -> str:
     return _unlike_collectives(ranks, last)
 
 
-def _unlike_collectives(ranks: Sequence[Sequence[Message]], last: Mapping[int, Message]) -> str:
+def _unlike_collectives(ranks: Sequence[Sequence[LabMessage]], last: Mapping[int, LabMessage]) -> str:
     numbers = [sum(message.kind not in (*_DIRECT, "end") for message in messages) for messages in ranks]
     for rank, message in last.items():
         if message.kind in (*_DIRECT, "end"):
@@ -123,12 +123,12 @@ def _unlike_collectives(ranks: Sequence[Sequence[Message]], last: Mapping[int, M
     return ""
 
 
-def _matching(messages: Sequence[Message], kind: str, peer: int) -> str:
+def _matching(messages: Sequence[LabMessage], kind: str, peer: int) -> str:
     wanted = "send" if kind == "receive" else "receive"
     return f"{sum(one.kind == wanted and one.peer == peer for one in messages)}"
 
 
-def told(messages: Sequence[Message]) -> str:
+def told(messages: Sequence[LabMessage]) -> str:
     """`2 all-reduces with 3,072 bytes`"""
     parts = [f"{counted(calls, kind)} with {payload:,} bytes" for kind, (calls, payload) in sums(messages).items()]
     return ", ".join(parts) or "nothing"

@@ -3,16 +3,13 @@
 The checks of the labs (`linear/check.py` and its like) are adapters of `fivefold verify --adapter`, and use this.
 """
 
-import importlib.util
 import json
 import os
-import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.labs.messages import ANSWER, FOLDER, Message
+from fivefold.foreign.adapter import AdapterFile, import_adapter
+from fivefold.labs.messages import ANSWER, FOLDER, LabMessage
 from fivefold.labs.probes import ALONE, file_of
 from fivefold.parallel.traffic import SPACES, bytes_of, group_of, kind_of, name_of, named_args
 from fivefold.support.errors import UserError
@@ -30,22 +28,12 @@ from fivefold.support.errors import UserError
 @cache
 def answer() -> Any:
     """The student's module. Only ranks import it."""
-    file = Path(os.environ[ANSWER])
-    spec = importlib.util.spec_from_file_location(f"lab_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"importing {file.name} raised {_told(error, file)}", "lab.import") from error
-    return module
+    return import_adapter(AdapterFile(Path(os.environ[ANSWER])))
 
 
 def called(name: str, *args: Any, **kwargs: Any) -> Any:
     """A function or class of the student's, called; what it raises is told with the line of their file."""
-    module: ModuleType = answer()
+    module = answer()
     file = Path(str(module.__file__))
     if not hasattr(module, name):
         raise UserError(f"{file.name} has no {name}; the statement and the starter have it", "lab.name")
@@ -70,13 +58,6 @@ def own_errors(file: Path | None = None) -> Iterator[None]:
 def _where(error: BaseException, file: Path) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     return f"{frames[-1].name} ({file.name}, line {frames[-1].lineno})" if frames else file.name
-
-
-def _told(error: Exception, file: Path) -> str:
-    line = error.lineno if isinstance(error, SyntaxError) else None
-    frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    where = line or (frames[-1] if frames else None)
-    return f"{type(error).__name__}: {error}" + (f" (line {where})" if where and not line else "")
 
 
 # ---- shards ---------------------------------------------------------------------------------------------------------
@@ -119,7 +100,7 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _message(func: Any, given: Mapping[str, Any]) -> Message | None:
+def _message(func: Any, given: Mapping[str, Any]) -> LabMessage | None:
     name = name_of(func)
     kind: str | None = "receive" if name.startswith("recv") else _rare(name) or kind_of(func)
     if kind is None:
@@ -130,7 +111,7 @@ def _message(func: Any, given: Mapping[str, Any]) -> Message | None:
     if kind == "all-gather" and func.namespace != "c10d":  # whose result is not among the arguments
         payload *= len(ranks)
     peer = given.get("src", given.get("dst"))
-    return Message(kind, payload, tuple(ranks), None if peer is None else dist.get_global_rank(group, int(peer)))
+    return LabMessage(kind, payload, tuple(ranks), None if peer is None else dist.get_global_rank(group, int(peer)))
 
 
 def _rare(name: str) -> str | None:

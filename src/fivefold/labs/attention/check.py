@@ -1,5 +1,7 @@
 """The check of the lab: a student's attention on every rank against one process's."""
 
+from typing import Any
+
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,13 +13,15 @@ from fivefold.labs.student import called, load_shards, probe, recorded, unlike
 class Whole(nn.Module):
     """One process, by PyTorch's own kernel."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, heads: int, kv_heads: int, group: object):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, heads: int, kv_heads: int, group: Any):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Parameter(weight.clone()) for weight in (q, k, v, o))
-        self.shared = heads // kv_heads
+        self.head, self.shared = q.shape[0] // heads, heads // kv_heads
 
     def attend(self, x: Tensor) -> Tensor:
-        q, k, v = (F.linear(x, weight).unflatten(-1, (-1, HEAD)).transpose(1, 2) for weight in (self.q, self.k, self.v))
+        q, k, v = (
+            F.linear(x, weight).unflatten(-1, (-1, self.head)).transpose(1, 2) for weight in (self.q, self.k, self.v)
+        )
         k, v = (side.repeat_interleave(self.shared, dim=1) for side in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
@@ -28,7 +32,7 @@ class Whole(nn.Module):
 class Model(nn.Module):
     """x is a parameter: its gradient is what the layer hands back to the ones before it."""
 
-    def __init__(self, weights: dict[str, Tensor], attention: nn.Module):
+    def __init__(self, weights: dict[str, Tensor], attention: Any):
         super().__init__()
         self.x, self.attention = nn.Parameter(weights["x"].clone()), attention
 
@@ -41,10 +45,11 @@ class Model(nn.Module):
 
 
 class Check:
-    def __init__(self, kv_heads: int):
-        self.kv_heads = kv_heads
-        sizes = {"q": (HEADS * HEAD, D), "k": (kv_heads * HEAD, D), "v": (kv_heads * HEAD, D), "o": (D, HEADS * HEAD)}
-        self.weights = {"x": unlike((B, S, D), 0)}
+    def __init__(self, kv_heads: int, heads: int = HEADS, head: int = HEAD, shape: tuple[int, int, int] = (B, S, D)):
+        self.kv_heads, self.heads, self.shape, width = kv_heads, heads, shape, shape[-1]
+        kv = (kv_heads * head, width)
+        sizes = {"q": (heads * head, width), "k": kv, "v": kv, "o": (width, heads * head)}
+        self.weights = {"x": unlike(shape, 0)}
         self.weights |= {f"attention.{name}": unlike(size, 1 + seed) for seed, (name, size) in enumerate(sizes.items())}
         self.LAYOUTS = ["tp=2"]
 
@@ -54,7 +59,7 @@ class Check:
 
     def made(self, weights: dict[str, Tensor]) -> nn.Module:
         values = [weights[f"attention.{name}"] for name in "qkvo"]
-        given = (*values, HEADS, self.kv_heads, dist.group.WORLD)
+        given: list[Any] = [*values, self.heads, self.kv_heads, dist.group.WORLD]
         return Model(weights, called("TensorParallelAttention", *given) if self.layout else Whole(*given))
 
     def load(self, model: nn.Module, full: dict[str, Tensor]) -> None:
@@ -62,7 +67,7 @@ class Check:
 
     def batch(self, step: int) -> Tensor:
         """What each element of the output counts in the loss, so that no two errors cancel."""
-        return unlike((B, S, D), 100 + step)
+        return unlike(self.shape, 100 + step)
 
     def step(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         with recorded(self.layout):
@@ -72,3 +77,4 @@ class Check:
 
 
 heads, grouped, shared = Check(4), Check(2), Check(1)
+bench = Check(8, heads=8, head=32, shape=(4, 256, 256))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from fivefold.labs.lab import F64, Case, Hint, Lab
-from fivefold.labs.messages import Message
+from fivefold.labs.messages import LabMessage
 
 B, S, D, HEAD = 2, 6, 16, 4  # sequences, tokens, width, and width of a head
 HEADS = 4
@@ -11,14 +11,14 @@ SUMMED = "the output of the layer"
 MIXED = "what the heads give"
 
 
-def needs(kv_heads: int) -> Callable[[Mapping[str, int]], list[Message]]:
+def needs(kv_heads: int) -> Callable[[Mapping[str, int]], list[LabMessage]]:
     """Two all-reduces, as of every tensor-parallel block; of kv heads that ranks share, one of k's and v's gradient."""
 
-    def by_layout(layout: Mapping[str, int]) -> list[Message]:
+    def by_layout(layout: Mapping[str, int]) -> list[LabMessage]:
         tp = layout["tp"]
-        found = [Message("all-reduce", B * S * D * F64, tuple(range(tp)))] * 2
+        found = [LabMessage("all-reduce", B * S * D * F64, tuple(range(tp)))] * 2
         if (sharing := tp // kv_heads) > 1:
-            found += [Message("all-reduce", HEAD * D * F64, tuple(range(sharing)))] * 2
+            found += [LabMessage("all-reduce", HEAD * D * F64, tuple(range(sharing)))] * 2
         return found
 
     return by_layout
@@ -50,4 +50,5 @@ LAB = Lab(
             ("exactly x", "= tp"), "the gradient of a sum is a copy: the backward pass of the all-reduce sends nothing"
         ),
     ),
+    bench="tp",
 )

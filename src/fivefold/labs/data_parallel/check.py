@@ -30,7 +30,7 @@ class Check:
 
     def __init__(self, tied: bool):
         self.tied = tied
-        self.weights = {}
+        self.weights: dict[str, Tensor] = {}
         for index, (wide, out) in enumerate(pairwise(WIDTHS)):
             self.weights |= {f"{index}.weight": unlike((out, wide), index), f"{index}.bias": unlike((out,), 10 + index)}
 

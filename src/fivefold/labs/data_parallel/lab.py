@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from fivefold.labs.lab import F64, Case, Hint, Lab
-from fivefold.labs.messages import Message
+from fivefold.labs.messages import LabMessage
 
 SAMPLES, WIDTHS = 8, (6, 10, 10, 3)  # of the batch; of the layers between which a gelu stands
 BUCKET = 400  # bytes, after which a bucket is sent
 START = "the last layer's bias at the start"
 
 
-def needs(layout: Mapping[str, int]) -> list[Message]:
+def needs(layout: Mapping[str, int]) -> list[LabMessage]:
     """Parameters from the last to the first fill buckets, and one that has BUCKET bytes or more is sent."""
     ranks, buckets, held = tuple(range(layout["dp"])), [], 0
     for size in reversed([size for wide, out in pairwise(WIDTHS) for size in (out * wide, out)]):
@@ -19,10 +19,10 @@ def needs(layout: Mapping[str, int]) -> list[Message]:
         if held >= BUCKET:
             buckets.append(held)
             held = 0
-    return [Message("all-reduce", size, ranks) for size in [*buckets, *([held] if held else [])]]
+    return [LabMessage("all-reduce", size, ranks) for size in [*buckets, *([held] if held else [])]]
 
 
-def overlaps(ranks: Sequence[Sequence[Message]]) -> str:
+def overlaps(ranks: Sequence[Sequence[LabMessage]]) -> str:
     for rank, messages in enumerate(ranks):
         kinds = [message.kind for message in messages]
         before = kinds[: kinds.index("backward")] if "backward" in kinds else kinds

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from fivefold.labs.lab import Case, Hint, Lab
-from fivefold.labs.messages import Message, told
+from fivefold.labs.messages import LabMessage, told
 
 D, HIDDEN, EXPERTS, TOP = 6, 8, 4, 2  # width, an expert's width, experts, and how many of them each token goes to
 MOST = 3 + 2  # forward the numbers of tokens, the tokens, and the results; backward the gradients of both
 OUTPUT = "the output"
 
 
-def exchanges(ranks: Sequence[Sequence[Message]]) -> str:
+def exchanges(ranks: Sequence[Sequence[LabMessage]]) -> str:
     """Tokens go to the ranks of their experts alone: an all-gather sends all to all."""
     numbers = 8 * EXPERTS * len(ranks)  # bytes of how many tokens each expert gets from each rank
     for rank, messages in enumerate(ranks):

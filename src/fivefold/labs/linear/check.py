@@ -69,3 +69,4 @@ class Check:
 
 mlp = Check((B, S, D), 24, D)
 thin = Check(THIN, 12, OUT)
+bench = Check((8, 128, 256), 1024, 256)

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Mapping
 
 from fivefold.labs.lab import F64, Case, Hint, Lab
-from fivefold.labs.messages import Message
+from fivefold.labs.messages import LabMessage
 
 B, S, D = 2, 6, 16  # sequences, tokens and width
 THIN = (1, 3, 7)
 OUT = 5  # features that thin gives
 
 
-def two_sums(*elements: int) -> Callable[[Mapping[str, int]], list[Message]]:
+def two_sums(*elements: int) -> Callable[[Mapping[str, int]], list[LabMessage]]:
     """Forward an all-reduce of the output, and backward one of the input's gradient."""
-    return lambda layout: [Message("all-reduce", size * F64, tuple(range(layout["tp"]))) for size in elements]
+    return lambda layout: [LabMessage("all-reduce", size * F64, tuple(range(layout["tp"]))) for size in elements]
 
 
 COLUMN, ROW = "the output of the column-parallel layer", "the output of the row-parallel layer"
@@ -45,4 +45,5 @@ LAB = Lab(
             "the gradient of a sum is a copy: the backward pass of the row-parallel layer's all-reduce sends nothing",
         ),
     ),
+    bench="tp",
 )

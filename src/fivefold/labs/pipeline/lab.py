@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from fivefold.labs.lab import F64, Case, Hint, Lab
-from fivefold.labs.messages import Message
+from fivefold.labs.messages import LabMessage
 from fivefold.schedules.actions import FORWARD
 from fivefold.schedules.registry import build
 
@@ -18,22 +18,22 @@ def actions(schedule: str, stages: int, microbatches: int, rank: int) -> list[tu
     ]
 
 
-def needs(schedule: str) -> Callable[[Mapping[str, int]], list[Message]]:
+def needs(schedule: str) -> Callable[[Mapping[str, int]], list[LabMessage]]:
     """Of a stage in the middle, every microbatch's activation and gradient; of two stages, one of them."""
 
-    def by_layout(layout: Mapping[str, int]) -> list[Message]:
+    def by_layout(layout: Mapping[str, int]) -> list[LabMessage]:
         directions = 1 if layout["pp"] == 2 else 2
-        return [Message("send", SAMPLES // layout["m"] * WIDTH * F64, tuple(range(layout["pp"])), 1)] * (
+        return [LabMessage("send", SAMPLES // layout["m"] * WIDTH * F64, tuple(range(layout["pp"])), 1)] * (
             directions * layout["m"]
         )
 
     return by_layout
 
 
-def in_order(schedule: str) -> Callable[[Sequence[Sequence[Message]]], str]:
+def in_order(schedule: str) -> Callable[[Sequence[Sequence[LabMessage]]], str]:
     """Whether every rank computed what the schedule says, in its order."""
 
-    def judge(ranks: Sequence[Sequence[Message]]) -> str:
+    def judge(ranks: Sequence[Sequence[LabMessage]]) -> str:
         for rank, messages in enumerate(ranks):
             done = [message.kind for message in messages if message.kind in ("F", "B")]
             wanted = [kind for kind, _ in actions(schedule, len(ranks), done.count("F") or 1, rank)]

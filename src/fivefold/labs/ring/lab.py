@@ -3,19 +3,19 @@
 from collections.abc import Mapping
 
 from fivefold.labs.lab import F64, Case, Hint, Lab
-from fivefold.labs.messages import Message
+from fivefold.labs.messages import LabMessage
 
 B, H, D = 2, 2, 4  # sequences, heads, and width of a head
 TOKENS = 12  # of a sequence
 OUTPUT = "the output"
 
 
-def needs(layout: Mapping[str, int]) -> list[Message]:
+def needs(layout: Mapping[str, int]) -> list[LabMessage]:
     """Keys and values go around the ring but for one step; backward they go around again, and their gradients all the
     way home. k and v, and their gradients, may travel together."""
     cp = layout["cp"]
     block = 2 * B * H * (TOKENS // cp) * D * F64
-    return [Message("send", block, tuple(range(cp)), 1)] * ((cp - 1) + (cp - 1) + cp)
+    return [LabMessage("send", block, tuple(range(cp)), 1)] * ((cp - 1) + (cp - 1) + cp)
 
 
 LAB = Lab(

@@ -1,5 +1,7 @@
 """The check of the lab: a block between two parts of a sequence, against one process that has all of it."""
 
+from typing import Any
+
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ SIZES = {"weight": (D,), "bias": (D,), "up": (HIDDEN, D), "down": (D, HIDDEN)}
 
 
 class Whole(nn.Module):
-    def __init__(self, weight: Tensor, bias: Tensor, up: Tensor, down: Tensor, group: object):
+    def __init__(self, weight: Tensor, bias: Tensor, up: Tensor, down: Tensor, group: Any):
         super().__init__()
         self.weight, self.bias, self.up, self.down = (nn.Parameter(one.clone()) for one in (weight, bias, up, down))
 
@@ -31,7 +33,7 @@ class Whole(nn.Module):
 class Model(nn.Module):
     """x is a parameter: its gradient is what the block hands back to the one before it."""
 
-    def __init__(self, x: Tensor, norm: nn.Module):
+    def __init__(self, x: Tensor, norm: Any):
         super().__init__()
         self.x, self.norm = nn.Parameter(x.clone()), norm
 
@@ -62,7 +64,7 @@ class Check:
         return x.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]
 
     def made(self, weights: dict[str, Tensor]) -> nn.Module:
-        given = (*(weights[f"norm.{name}"] for name in SIZES), dist.group.WORLD)
+        given: list[Any] = [*(weights[f"norm.{name}"] for name in SIZES), dist.group.WORLD]
         block = called("SequenceParallelMLP", *given) if self.layout else Whole(*given)
         return Model(self.own(weights["x"]), block)
 

@@ -3,18 +3,18 @@
 from collections.abc import Mapping
 
 from fivefold.labs.lab import F64, Case, Hint, Lab
-from fivefold.labs.messages import Message
+from fivefold.labs.messages import LabMessage
 
 B, D, HIDDEN = 2, 8, 12  # sequences, width, and width between the two matrices
 OUTPUT, GATHERED, NORMED = "the output of the block", "the gathered tokens", "the normalized tokens"
 _PROBES = {NORMED: 1, GATHERED: None, OUTPUT: 1}
 
 
-def needs(layout: Mapping[str, int]) -> list[Message]:
+def needs(layout: Mapping[str, int]) -> list[LabMessage]:
     """An all-gather and a reduce-scatter forward, the same backward the other way round, and the norm's gradients."""
     ranks = tuple(range(layout["tp"]))
-    whole = [Message(kind, B * _TOKENS[len(ranks)] * D * F64, ranks) for kind in ("all-gather", "reduce-scatter")]
-    return [*whole, *whole, *[Message("all-reduce", D * F64, ranks)] * 2]
+    whole = [LabMessage(kind, B * _TOKENS[len(ranks)] * D * F64, ranks) for kind in ("all-gather", "reduce-scatter")]
+    return [*whole, *whole, *[LabMessage("all-reduce", D * F64, ranks)] * 2]
 
 
 _TOKENS = {2: 6, 4: 8}  # by ranks: those of a sequence

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from fivefold.labs.lab import F64, Case, Hint, Lab
-from fivefold.labs.messages import Message
+from fivefold.labs.messages import LabMessage
 
 SAMPLES, WIDTHS = 8, (5, 9, 3)  # of the batch; of two layers without biases
 SIZES = [out * wide for wide, out in pairwise(WIDTHS)]
@@ -12,22 +12,22 @@ LR, MOMENTUM = 0.1, 0.9
 LAYER = "the output of the first layer"
 
 
-def of_stage_1(layout: Mapping[str, int]) -> list[Message]:
+def of_stage_1(layout: Mapping[str, int]) -> list[LabMessage]:
     """The mean of the gradients, and the updated shards."""
     ranks = tuple(range(layout["dp"]))
     padded = -(-sum(SIZES) // len(ranks)) * len(ranks) * F64
-    return [Message("reduce-scatter", padded, ranks), Message("all-gather", padded, ranks)]
+    return [LabMessage("reduce-scatter", padded, ranks), LabMessage("all-gather", padded, ranks)]
 
 
-def of_stage_3(layout: Mapping[str, int]) -> list[Message]:
+def of_stage_3(layout: Mapping[str, int]) -> list[LabMessage]:
     """Each layer's weight forward and again backward, and its gradient."""
     ranks = tuple(range(layout["dp"]))
     padded = [-(-size // len(ranks)) * len(ranks) * F64 for size in SIZES]
     kinds = ("all-gather", "all-gather", "reduce-scatter")
-    return [Message(kind, size, ranks) for size in padded for kind in kinds]
+    return [LabMessage(kind, size, ranks) for size in padded for kind in kinds]
 
 
-def sharded_state(ranks: Sequence[Sequence[Message]]) -> str:
+def sharded_state(ranks: Sequence[Sequence[LabMessage]]) -> str:
     most = -(-sum(SIZES) // len(ranks))
     for rank, messages in enumerate(ranks):
         held = max((message.payload for message in messages if message.kind == "state"), default=0)
@@ -39,7 +39,7 @@ def sharded_state(ranks: Sequence[Sequence[Message]]) -> str:
     return ""
 
 
-def freed(ranks: Sequence[Sequence[Message]]) -> str:
+def freed(ranks: Sequence[Sequence[LabMessage]]) -> str:
     for rank, messages in enumerate(ranks):
         if any(message.kind == "state" for message in messages):
             return (
