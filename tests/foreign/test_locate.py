@@ -1,6 +1,9 @@
 """Where a difference begins, which masks are wrong, and how a factor is named: by values made up for that."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 
 from fivefold.foreign.compare import Held, Tensors, Truth, _tensors
 from fivefold.foreign.evidence import factor_name
@@ -57,6 +60,25 @@ def test_the_microbatch_is_said_where_a_module_is_called_for_each() -> None:
     traces = {0: Observation([*halves[0], *halves[1]])}
     [cause] = _forward(in_order(traces, TRUTH), TRUTH, 1e-8)
     assert "the output of b is the first that differs, on rank 0 in its call 2 of 2" in cause.text
+
+
+def without_backward_sum(rest: float) -> dict[int, list[Call]]:
+    """c, cut over two ranks, whose input's gradient is each rank's summand; `rest` of c's own passes by it."""
+    first, middle, last = calls()
+    passed, summand = rest * last.gradients, DRAW.standard_normal((8, 2))
+    summands = (summand, middle.gradients - passed - summand)
+    return {rank: [first, replace(middle, gradients=own + passed), last] for rank, own in enumerate(summands)}
+
+
+@pytest.mark.parametrize("rest", [0.0, 1.0])  # of a residual block the block's own gradient passes by
+def test_summands_of_a_gradient_are_named_at_the_input_of_what_is_cut(rest: float) -> None:
+    [cause] = _backward(without_backward_sum(rest), TRUTH, 1e-8)
+    assert cause.text == (
+        "backward: at the input of c the gradients of ranks [0, 1] add up to that of one process: a missing SUM"
+    )
+    assert "column-parallel" in cause.likely
+    alone = {0: without_backward_sum(rest)[0]}
+    assert _backward(alone, TRUTH, 1e-8)[0].text.startswith("backward: after c, where it is right")
 
 
 # ---- masks ----------------------------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ import numpy as np
 from fivefold.foreign.compare import at_numbers
 from fivefold.foreign.evidence import AUTOGRAD, DDP, MODULES, Cause, Evidence, ModuleRow, all_of, factor_name
 from fivefold.foreign.gradient_causes import sum_of
-from fivefold.foreign.measurement import Call, Insight, Observation, Values
+from fivefold.foreign.measurement import Call, Insight, Numbers, Observation, Values
 
 _CLOSE = {"float64": 1e-8, "float32": 1e-3, "bfloat16": 0.1}
+_NO_BACKWARD_SUM = "a column-parallel layer whose backward pass does not all-reduce the gradient of its input"
 _ALMOST_ALL = 0.999  # of tokens that must be found: two may happen to be as good as equal
 
 
@@ -149,6 +150,10 @@ def _backward(traces: Mapping[int, Sequence[Call]], truth: Mapping[str, _Known],
             factors = _factors(call.gradients, known.gradients, close)
             if factors is None and causes:
                 return causes
+            if factors is None and before and (ranks := _summed(traces, rank, call, before, truth, close)):
+                where = f"{_entered(call, calls)}{_which_call(call, calls)}"
+                text = f"backward: {where} the gradients of ranks {ranks} add up to that of one process: a missing SUM"
+                return [Cause(text, _NO_BACKWARD_SUM, MODULES)]
             if factors is None:
                 where = f"after {before[0]}, where it is right, " if before and abs(before[1] - 1) <= 1e-6 else ""
                 text = f"backward: {where}the gradient at the output of {call.module} is the first that is not that of "
@@ -166,6 +171,59 @@ def _backward(traces: Mapping[int, Sequence[Call]], truth: Mapping[str, _Known],
         if causes:
             break
     return causes
+
+
+def _summed(
+    traces: Mapping[int, Sequence[Call]],
+    rank: int,
+    call: Call,
+    before: tuple[str, float],
+    truth: Mapping[str, _Known],
+    close: float,
+) -> list[int]:
+    """The ranks that have these activations, if their gradients add up to those of one process; else none.
+
+    What follows may be added to its own input, as a residual is: then each rank has the gradient of that whole, which
+    `before` has at its output, and only the rest is a summand."""
+    own = {other: match for other, calls in traces.items() for match in calls
+           if (match.module, match.part) == (call.module, call.part)
+           and match.outputs.shape == match.gradients.shape == call.outputs.shape
+           and np.abs(match.outputs - call.outputs).max() <= close * np.abs(call.outputs).max()}  # fmt: skip
+    known, after = truth[call.module], truth[before[0]]
+    if len(own) < 2 or known.outputs.shape != known.gradients.shape:
+        return []
+    at = _places(call.outputs, known.outputs, close)
+    rows, at = np.flatnonzero(at >= 0), at[at >= 0]
+    if len(rows) < 2:
+        return []
+    total = np.sum([match.gradients[rows] for match in own.values()], axis=0)
+    expected = [known.gradients[at]]
+    if after.width == known.width and after.gradients.shape == known.gradients.shape:
+        expected.append(expected[0] + (len(own) - 1) * after.gradients[at])
+    scale = np.abs(total).max() or 1.0
+    fits = any(np.abs(total - before[1] * one).max() <= close * scale for one in expected)
+    return sorted(own) if fits else []
+
+
+def _places(rows: Values, known: Values, close: float) -> Numbers:
+    """Which of the known each row is; -1 where none is, or more than one may be."""
+    near = close * (float(np.abs(known).max(initial=0.0)) or 1.0)
+    order = np.argsort(known[:, 0])
+    low = np.searchsorted(known[order, 0], rows[:, 0] - near)
+    high = np.searchsorted(known[order, 0], rows[:, 0] + near, side="right")
+    at = order[np.minimum(low, len(known) - 1)]
+    one = (high - low == 1) & (np.abs(known[at] - rows).max(axis=1) <= near)
+    found: Numbers = np.where(one, at, -1)
+    return found
+
+
+def _entered(call: Call, calls: Sequence[Call]) -> str:
+    """The module that is given what a call gives, the innermost if there are more: inner ones finish first."""
+    place = next(index for index, other in enumerate(calls) if other is call)
+    for other in calls[place + 1 :]:
+        if other.part == call.part and np.array_equal(other.inputs, call.outputs):
+            return f"at the input of {other.module}"
+    return f"at the output of {call.module}"
 
 
 def module_rows(evidence: Evidence) -> list[ModuleRow]:
@@ -207,6 +265,8 @@ def _badness(row: ModuleRow) -> int:
 def _factors(rows: Values, known: Values, close: float) -> Values | None:
     """By how much each row is longer than the known one of its direction; None if some have no such."""
     least = 1e-12
+    if not np.isfinite(rows).all():
+        return None
     rows = rows[np.abs(rows).min(axis=1) > least * (np.abs(rows).max() or 1.0)]
     known = known[np.abs(known).min(axis=1) > least * (np.abs(known).max() or 1.0)]
     if not len(rows):
