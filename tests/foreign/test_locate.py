@@ -133,8 +133,8 @@ def test_a_factor_has_all_names_that_it_may_have() -> None:
 def test_a_part_without_a_target_is_a_part_of_the_mean_of_means() -> None:
     counts = [4, 6, 0, 0, 2, 8]  # of three parts the second has none
     ratios = {0: 20 / 30, 1: 20 / 30, 4: 20 / 30, 5: 20 / 30}
-    assert _mean_of_means(ratios, counts) == 3
-    assert _mean_of_means({0: 1.0, 1: 2.0, 4: 1.0, 5: 1.0}, counts) == 0
+    assert _mean_of_means(ratios, counts) == (3, 1)
+    assert _mean_of_means({0: 1.0, 1: 2.0, 4: 1.0, 5: 1.0}, counts) == (0, 0)
 
 
 def test_a_deviation_says_which_elements_and_by_which_ratio() -> None:

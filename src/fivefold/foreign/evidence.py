@@ -23,6 +23,7 @@ AUTOGRAD = f"{_TORCH}/notes/autograd.html"
 CLIPPING = f"{_TORCH}/generated/torch.nn.utils.clip_grad_norm_.html"
 OPTIMIZERS = f"{_TORCH}/optim.html"
 RANDOMNESS = f"{_TORCH}/notes/randomness.html"
+PRECISION = f"{_TORCH}/amp.html"
 MODULES = f"{_TORCH}/distributed.tensor.parallel.html"
 ACCUMULATION = "https://huggingface.co/blog/gradient_accumulation"
 
