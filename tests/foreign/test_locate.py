@@ -1,16 +1,22 @@
 """Where a difference begins, which masks are wrong, and how a factor is named: by values made up for that."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from fivefold.foreign.adapter import Adapter
 from fivefold.foreign.compare import Held, Tensors, Truth, _tensors
 from fivefold.foreign.evidence import factor_name
 from fivefold.foreign.gradient_causes import _mean_of_means
-from fivefold.foreign.locate import _backward, _by_module, _forward, in_order
+from fivefold.foreign.locate import _backward, _by_module, _forward, _other_buffers, in_order
 from fivefold.foreign.masks import same_masks, unlike_masks
-from fivefold.foreign.measurement import Call, Drop, Observation
+from fivefold.foreign.measurement import Buffer, Call, Drop, Observation
+from fivefold.foreign.watch import watching
 
 DRAW = np.random.default_rng(0)
 NOTHING = np.zeros((0, 2))
@@ -79,6 +85,26 @@ def test_summands_of_a_gradient_are_named_at_the_input_of_what_is_cut(rest: floa
     assert "column-parallel" in cause.likely
     alone = {0: without_backward_sum(rest)[0]}
     assert _backward(alone, TRUTH, 1e-8)[0].text.startswith("backward: after c, where it is right")
+
+
+def test_a_buffer_with_other_values_is_named_and_a_part_or_a_state_is_not() -> None:
+    def seen_buffers(**digests: str) -> Observation:
+        return Observation(buffers={name: Buffer((4,), digest) for name, digest in digests.items()})
+
+    truth = seen_buffers(scale="x", angles="y", state="z")
+    cut = Observation(buffers={"scale": Buffer((2,), "v"), "angles": Buffer((4,), "y")})
+    assert _other_buffers({0: truth, 1: cut}, truth) == []
+    [cause] = _other_buffers({0: truth, 1: seen_buffers(scale="w", angles="y")}, truth)
+    assert cause.text == "buffers with other values than in one process, on rank 1: scale"
+
+
+def test_only_buffers_that_a_step_leaves_are_kept() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    model[0].register_buffer("scale", torch.ones(3))
+    trace = Observation()
+    with watching(cast(Adapter, SimpleNamespace(named=lambda model: dict(model.named_parameters()))), model, trace):
+        model(torch.randn(4, 3))
+    assert {name: buffer.shape for name, buffer in trace.buffers.items()} == {"0.scale": (3,)}
 
 
 # ---- masks ----------------------------------------------------------------------------------------------------------

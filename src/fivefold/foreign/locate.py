@@ -9,7 +9,18 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fivefold.foreign.compare import at_numbers
-from fivefold.foreign.evidence import AUTOGRAD, DDP, MODULES, Cause, Evidence, ModuleRow, all_of, factor_name
+from fivefold.foreign.evidence import (
+    AUTOGRAD,
+    DDP,
+    MODULES,
+    Cause,
+    Evidence,
+    ModuleRow,
+    all_of,
+    factor_name,
+    listed,
+    ranks_text,
+)
 from fivefold.foreign.gradient_causes import sum_of
 from fivefold.foreign.measurement import Call, Insight, Numbers, Observation, Values
 
@@ -54,7 +65,7 @@ def _in_modules(evidence: Evidence, insight: Insight, traces: Mapping[int, Obser
     truth = _by_module(insight.trace.calls)
     calls, close = in_order(traces, truth), _CLOSE[evidence.dtype]
     if any(d.quantity == "loss" and d.step == 1 and not d.passed for d in evidence.deviations):
-        return _forward(calls, truth, close)
+        return [*_forward(calls, truth, close), *_other_buffers(traces, insight.trace)]
     return _backward(calls, truth, close)
 
 
@@ -101,6 +112,24 @@ def _forward(traces: Mapping[int, Sequence[Call]], truth: Mapping[str, _Known], 
     given = "what it is given is that of one process" if same_input else "as is already what it is given"
     text = f"forward: the output of {call.module} is the first that differs, on rank {rank}"
     return [Cause(f"{text}{_which_call(call, traces[rank])}; {given}", "", MODULES)]
+
+
+def _other_buffers(traces: Mapping[int, Observation], truth: Observation) -> list[Cause]:
+    """Buffers as large as in one process, and with other values, that no step changes."""
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for name, known in truth.buffers.items():
+        ranks = [rank for rank, trace in traces.items() if (own := trace.buffers.get(name)) is not None
+                 and own.shape == known.shape and own.digest != known.digest]  # fmt: skip
+        if ranks:
+            by_ranks.setdefault(tuple(ranks), []).append(name)
+    return [
+        Cause(
+            f"buffers with other values than in one process, on {ranks_text(ranks)}: {listed(names)}",
+            "what build() puts into them is not the same in all layouts; load() gives parameters alone",
+            MODULES,
+        )
+        for ranks, names in by_ranks.items()
+    ]
 
 
 def _comparable(calls: Sequence[Call], truth: Mapping[str, _Known]) -> list[Call]:
