@@ -47,9 +47,9 @@ def watching(adapter: Adapter, model: Any, trace: Observation | None) -> Iterato
 def _modules(adapter: Adapter, model: Any, trace: Observation) -> Iterator[None]:
     handles: list[Any] = []
     calls: list[_Seen] = []
-    for name, part in _named_modules(adapter, model):
+    for name, module in _named_modules(adapter, model):
         if name:
-            handles.append(part.register_forward_hook(_hook(name, calls), with_kwargs=True))
+            handles.append(module.register_forward_hook(_hook(name, calls), with_kwargs=True))
     try:
         yield
     finally:
