@@ -20,15 +20,16 @@ WRONG_AT_ONCE = {
 }
 
 
-def adapters() -> tuple[str, str]:
-    """The first adapter of the page, and the one that it becomes."""
+def adapters() -> tuple[str, str, str, str]:
+    """The first adapter of the page, the one that it becomes, the same with an optimizer, and one of cut layers."""
     page = (ROOT / "docs/others.md").read_text()
-    first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    return first, first.partition("def step")[0] + second
+    first, step, updated, cut = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    right = first.partition("def step")[0] + step
+    return first, right, right + updated, cut
 
 
 def test_from_the_page_to_a_certificate_that_is_repeated_and_refused(tmp_path: Path) -> None:
-    wrong, right = adapters()
+    wrong, right, *_ = adapters()
     mine = tmp_path / "my_adapter.py"
     mine.write_text(wrong)
     failed = fivefold("verify", "--adapter", mine.name, "dp=2", "--json", cwd=tmp_path)
@@ -62,6 +63,13 @@ def test_from_the_page_to_a_certificate_that_is_repeated_and_refused(tmp_path: P
     refused = fivefold("verify", "--check", "cert.json", "--adapter", mine.name, cwd=tmp_path)
     assert refused.returncode == 2
     assert "is not the adapter of cert.json" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.parametrize(("number", "layout"), [(2, "dp=2"), (3, "tp=2")])
+def test_the_later_adapters_of_the_page_hold(number: int, layout: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(adapters()[number])
+    done = fivefold("verify", "--adapter", "mine.py", layout, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("words", WRONG_AT_ONCE)

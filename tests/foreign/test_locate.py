@@ -1,13 +1,22 @@
 """Where a difference begins, which masks are wrong, and how a factor is named: by values made up for that."""
 
-import numpy as np
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fivefold.foreign.adapter import Adapter
 from fivefold.foreign.compare import Held, Tensors, Truth, _tensors
 from fivefold.foreign.evidence import factor_name
 from fivefold.foreign.gradient_causes import _mean_of_means
-from fivefold.foreign.locate import _backward, _by_module, _forward, in_order
+from fivefold.foreign.locate import _backward, _by_module, _forward, _other_buffers, in_order
 from fivefold.foreign.masks import same_masks, unlike_masks
-from fivefold.foreign.measurement import Call, Drop, Observation
+from fivefold.foreign.measurement import Buffer, Call, Drop, Observation
+from fivefold.foreign.watch import watching
 
 DRAW = np.random.default_rng(0)
 NOTHING = np.zeros((0, 2))
@@ -57,6 +66,45 @@ def test_the_microbatch_is_said_where_a_module_is_called_for_each() -> None:
     traces = {0: Observation([*halves[0], *halves[1]])}
     [cause] = _forward(in_order(traces, TRUTH), TRUTH, 1e-8)
     assert "the output of b is the first that differs, on rank 0 in its call 2 of 2" in cause.text
+
+
+def without_backward_sum(rest: float) -> dict[int, list[Call]]:
+    """c, cut over two ranks, whose input's gradient is each rank's summand; `rest` of c's own passes by it."""
+    first, middle, last = calls()
+    passed, summand = rest * last.gradients, DRAW.standard_normal((8, 2))
+    summands = (summand, middle.gradients - passed - summand)
+    return {rank: [first, replace(middle, gradients=own + passed), last] for rank, own in enumerate(summands)}
+
+
+@pytest.mark.parametrize("rest", [0.0, 1.0])  # of a residual block the block's own gradient passes by
+def test_summands_of_a_gradient_are_named_at_the_input_of_what_is_cut(rest: float) -> None:
+    [cause] = _backward(without_backward_sum(rest), TRUTH, 1e-8)
+    assert cause.text == (
+        "backward: at the input of c the gradients of ranks [0, 1] add up to that of one process: a missing SUM"
+    )
+    assert "column-parallel" in cause.likely
+    alone = {0: without_backward_sum(rest)[0]}
+    assert _backward(alone, TRUTH, 1e-8)[0].text.startswith("backward: after c, where it is right")
+
+
+def test_a_buffer_with_other_values_is_named_and_a_part_or_a_state_is_not() -> None:
+    def seen_buffers(**digests: str) -> Observation:
+        return Observation(buffers={name: Buffer((4,), digest) for name, digest in digests.items()})
+
+    truth = seen_buffers(scale="x", angles="y", state="z")
+    cut = Observation(buffers={"scale": Buffer((2,), "v"), "angles": Buffer((4,), "y")})
+    assert _other_buffers({0: truth, 1: cut}, truth) == []
+    [cause] = _other_buffers({0: truth, 1: seen_buffers(scale="w", angles="y")}, truth)
+    assert cause.text == "buffers with other values than in one process, on rank 1: scale"
+
+
+def test_only_buffers_that_a_step_leaves_are_kept() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    model[0].register_buffer("scale", torch.ones(3))
+    trace = Observation()
+    with watching(cast(Adapter, SimpleNamespace(named=lambda model: dict(model.named_parameters()))), model, trace):
+        model(torch.randn(4, 3))
+    assert {name: buffer.shape for name, buffer in trace.buffers.items()} == {"0.scale": (3,)}
 
 
 # ---- masks ----------------------------------------------------------------------------------------------------------
@@ -111,8 +159,8 @@ def test_a_factor_has_all_names_that_it_may_have() -> None:
 def test_a_part_without_a_target_is_a_part_of_the_mean_of_means() -> None:
     counts = [4, 6, 0, 0, 2, 8]  # of three parts the second has none
     ratios = {0: 20 / 30, 1: 20 / 30, 4: 20 / 30, 5: 20 / 30}
-    assert _mean_of_means(ratios, counts) == 3
-    assert _mean_of_means({0: 1.0, 1: 2.0, 4: 1.0, 5: 1.0}, counts) == 0
+    assert _mean_of_means(ratios, counts) == (3, 1)
+    assert _mean_of_means({0: 1.0, 1: 2.0, 4: 1.0, 5: 1.0}, counts) == (0, 0)
 
 
 def test_a_deviation_says_which_elements_and_by_which_ratio() -> None:

@@ -23,6 +23,7 @@ AUTOGRAD = f"{_TORCH}/notes/autograd.html"
 CLIPPING = f"{_TORCH}/generated/torch.nn.utils.clip_grad_norm_.html"
 OPTIMIZERS = f"{_TORCH}/optim.html"
 RANDOMNESS = f"{_TORCH}/notes/randomness.html"
+PRECISION = f"{_TORCH}/amp.html"
 MODULES = f"{_TORCH}/distributed.tensor.parallel.html"
 ACCUMULATION = "https://huggingface.co/blog/gradient_accumulation"
 
@@ -78,10 +79,7 @@ class Evidence:
         return slice(int(self.tensors.starts[identity]), int(self.tensors.ends[identity]))
 
     def names(self, identities: Sequence[int]) -> str:
-        names = [self.tensors.names[identity] for identity in identities]
-        if len(names) <= SHOWN:
-            return ", ".join(names)
-        return f"{', '.join(names[: SHOWN - 1])} and {len(names) - SHOWN + 1} more"
+        return listed([self.tensors.names[identity] for identity in identities])
 
     def close(self, values: Values, expected: Values, scale: float) -> bool:
         return bool(np.abs(values - expected).max(initial=0.0) <= self.fits * (scale or 1.0))
@@ -114,6 +112,13 @@ def factor_name(factor: float, layout: Layout, known: Mapping[str, float], world
 def all_of(evidence: Evidence, identities: Sequence[int]) -> str:
     count, total = len(identities), len(evidence.tensors.names)
     return f"all {total} gradients" if count == total else f"{count} of {total} gradients"
+
+
+def listed(names: Sequence[str]) -> str:
+    """a, b, c and 4 more"""
+    if len(names) <= SHOWN:
+        return ", ".join(names)
+    return f"{', '.join(names[: SHOWN - 1])} and {len(names) - SHOWN + 1} more"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ from fivefold.foreign.evidence import (
     AUTOGRAD,
     AXES,
     DDP,
+    PRECISION,
     REPORTS,
     Cause,
     Evidence,
@@ -23,11 +24,15 @@ from fivefold.foreign.evidence import (
 )
 from fivefold.foreign.measurement import Values
 
+_ROUNDINGS = (("float32", 2.0**-24), ("float16", 2.0**-11), ("bfloat16", 2.0**-8))
+_NOISE = 1e-10  # of the largest gradient: what is less is zero in theory
 _SHARES = 1e-5  # samples fit within this: models that cast to float32 inside round the gradient of each alone
 _SAMPLED = 20_000  # elements by which the weights of samples are fitted
 
 
 def gradient_causes(evidence: Evidence) -> list[Cause]:
+    if broken := _not_numbers(evidence):  # everything below reads NaN as what a rank does not hold
+        return [broken]
     if term := _term(evidence):
         return [term]
     explained, found = _factors(evidence)
@@ -35,11 +40,33 @@ def gradient_causes(evidence: Evidence) -> list[Cause]:
     summed, sums = _sums(evidence, left)
     found += sums
     left = [identity for identity in left if identity not in summed]
+    if len(left) == len(evidence.failing) and (rounding := _rounding(evidence)):
+        return [rounding]
     if left and (samples := _samples(evidence, left)):
         return [*found, samples]
     if left:
         found.append(_unexplained(evidence, left))
     return found
+
+
+def _not_numbers(evidence: Evidence) -> Cause | None:
+    """Gradients with NaN or infinity, which spread to all that is computed with them."""
+    ranks, wrong = [], np.zeros(len(evidence.tensors.names), dtype=bool)
+    for rank in evidence.ranks:
+        for name, values in rank.gradients[0].items():
+            numbers = rank.numbers[name]
+            if values is None or len(values) != len(numbers):
+                continue
+            bad = numbers[~np.isfinite(values) & (numbers >= 0)]
+            wrong[np.unique(evidence.tensors.ids(bad))] = True
+            ranks += [rank.rank] if len(bad) and rank.rank not in ranks else []
+    if not ranks:
+        return None
+    identities = [int(identity) for identity in np.flatnonzero(wrong)]
+    text = f"{all_of(evidence, identities)} ({evidence.names(identities)}) are not numbers on {ranks_text(ranks)}"
+    return Cause(
+        text, "NaN or infinity: an overflow, 0/0, as a mean over no targets, or memory never written", AUTOGRAD
+    )
 
 
 def _factors(evidence: Evidence) -> tuple[set[int], list[Cause]]:
@@ -274,9 +301,11 @@ def _samples(evidence: Evidence, left: Sequence[int]) -> Cause | None:
     ):
         likely = f"samples {spans(out)} are left out: a microbatch or a rank whose gradients are lost"
         return Cause(text, likely, ACCUMULATION)
-    if means := _mean_of_means(dict(zip(numbers, ratios, strict=True)), insight.counts):
+    means, truly = _mean_of_means(dict(zip(numbers, ratios, strict=True)), insight.counts)
+    if means:
+        instead = f", where one process takes one of {truly}" if truly > 1 else ""
         return Cause(
-            f"{text}: a mean of {means} means, each part divided by its own number of targets",
+            f"{text}: a mean of {means} means{instead}, each part divided by its own number of targets",
             "the loss is a mean over the rank's (or microbatch's) own targets, and these differ in number",
             ACCUMULATION,
         )
@@ -290,25 +319,28 @@ def _fit(basis: Values, values: Values, fits: float) -> Values | None:
     return weights if off <= max(_SHARES, fits) * (scale or 1.0) else None
 
 
-def _mean_of_means(ratios: Mapping[int, float], counts: Sequence[int]) -> int:
-    """How many parts the batch has, if a sample's ratio is all targets / (parts x targets of its part). Parts without
-    a target count as parts: their mean is none, or zero."""
+def _mean_of_means(ratios: Mapping[int, float], counts: Sequence[int]) -> tuple[int, int]:
+    """How many parts the batch has here and in one process, whose microbatches may be parts, too, if a sample's ratio
+    is 1 / (parts x targets of its part) here by the same there. (0, 0) if it is not."""
     if not counts or max(ratios) >= len(counts):
-        return 0
-    total = sum(counts)
-    for parts in range(2, len(counts) + 1):
-        if len(counts) % parts:
-            continue
-        size = len(counts) // parts
-        neighbours = [list(range(part * size, (part + 1) * size)) for part in range(parts)]
-        strided = [list(range(part, len(counts), parts)) for part in range(parts)]
-        for groups in (neighbours, strided):
-            expected = np.ones(len(counts))
-            for group in groups:
-                expected[group] = total / (parts * (sum(counts[index] for index in group) or math.inf))
-            if all(math.isclose(ratio, expected[number], rel_tol=1e-5) for number, ratio in ratios.items()):
-                return parts
-    return 0
+        return 0, 0
+    ways = [(parts, weights) for parts in range(1, len(counts) + 1) if len(counts) % parts == 0
+            for weights in _shares(parts, counts)]  # fmt: skip
+    for truly, usual in ways:
+        for parts, weights in ways:
+            own = zip(ratios.values(), weights[[*ratios]], usual[[*ratios]], strict=True)
+            if parts > truly and all(math.isclose(ratio * there, here, rel_tol=1e-5) for ratio, here, there in own):
+                return parts, truly
+    return 0, 0
+
+
+def _shares(parts: int, counts: Sequence[int]) -> Iterator[Values]:
+    """What a target of each sample weighs in a mean of the means of parts: neighbours, or every n-th. Parts without a
+    target count as parts: their mean is none, or zero."""
+    size = len(counts) // parts
+    for group_of in (np.arange(len(counts)) // size, np.arange(len(counts)) % parts):
+        targets = np.bincount(group_of, weights=np.array(counts, dtype=np.float64), minlength=parts)
+        yield 1 / (parts * np.where(targets > 0, targets, math.inf))[group_of]
 
 
 def _weights(ratios: Values) -> str:
@@ -324,6 +356,31 @@ def _weights(ratios: Values) -> str:
         + ", ".join(f"{round(value, 5) + 0.0:.5g}{f' x{count:.0f}' if count > 1 else ''}" for value, count in runs)
         + "]"
     )
+
+
+def _rounding(evidence: Evidence) -> Cause | None:
+    """All gradients a little off, each by about as much of its largest element, as a narrower dtype makes them."""
+    largest = evidence.tensors.largest(evidence.truth)
+    some = [int(identity) for identity in np.flatnonzero(largest > _NOISE * largest.max(initial=0.0))]
+    narrower = {"float64": _ROUNDINGS, "float32": _ROUNDINGS[1:]}.get(evidence.dtype, ())
+    if len(some) < 2 or not narrower or set(some) - set(evidence.failing):
+        return None
+    errors = [_error(evidence, identity) for identity in some]
+    usual = float(np.median(errors)) or math.inf
+    name, rounding = min(narrower, key=lambda entry: abs(math.log(usual / entry[1])))
+    if not rounding / 16 <= min(errors) <= max(errors) <= min(8 * rounding, 32 * min(errors)):
+        return None
+    text = f"{all_of(evidence, evidence.failing)} are off by about {usual:.0e}, as rounding to {name} gives"
+    return Cause(
+        text, "something is computed in a narrower dtype in this layout: mixed precision, autocast, a cast", PRECISION
+    )
+
+
+def _error(evidence: Evidence, identity: int) -> float:
+    """The largest error on any rank, of the gradient's largest element."""
+    part = evidence.part(identity)
+    off = np.abs([whole[part] - evidence.truth[part] for whole in evidence.held])
+    return float(off[~np.isnan(off)].max(initial=0.0) / evidence.scale[identity])
 
 
 def _unexplained(evidence: Evidence, left: Sequence[int]) -> Cause:

@@ -9,11 +9,23 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fivefold.foreign.compare import at_numbers
-from fivefold.foreign.evidence import AUTOGRAD, DDP, MODULES, Cause, Evidence, ModuleRow, all_of, factor_name
+from fivefold.foreign.evidence import (
+    AUTOGRAD,
+    DDP,
+    MODULES,
+    Cause,
+    Evidence,
+    ModuleRow,
+    all_of,
+    factor_name,
+    listed,
+    ranks_text,
+)
 from fivefold.foreign.gradient_causes import sum_of
-from fivefold.foreign.measurement import Call, Insight, Observation, Values
+from fivefold.foreign.measurement import Call, Insight, Numbers, Observation, Values
 
 _CLOSE = {"float64": 1e-8, "float32": 1e-3, "bfloat16": 0.1}
+_NO_BACKWARD_SUM = "a column-parallel layer whose backward pass does not all-reduce the gradient of its input"
 _ALMOST_ALL = 0.999  # of tokens that must be found: two may happen to be as good as equal
 
 
@@ -53,7 +65,7 @@ def _in_modules(evidence: Evidence, insight: Insight, traces: Mapping[int, Obser
     truth = _by_module(insight.trace.calls)
     calls, close = in_order(traces, truth), _CLOSE[evidence.dtype]
     if any(d.quantity == "loss" and d.step == 1 and not d.passed for d in evidence.deviations):
-        return _forward(calls, truth, close)
+        return [*_forward(calls, truth, close), *_other_buffers(traces, insight.trace)]
     return _backward(calls, truth, close)
 
 
@@ -100,6 +112,24 @@ def _forward(traces: Mapping[int, Sequence[Call]], truth: Mapping[str, _Known], 
     given = "what it is given is that of one process" if same_input else "as is already what it is given"
     text = f"forward: the output of {call.module} is the first that differs, on rank {rank}"
     return [Cause(f"{text}{_which_call(call, traces[rank])}; {given}", "", MODULES)]
+
+
+def _other_buffers(traces: Mapping[int, Observation], truth: Observation) -> list[Cause]:
+    """Buffers as large as in one process, and with other values, that no step changes."""
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for name, known in truth.buffers.items():
+        ranks = [rank for rank, trace in traces.items() if (own := trace.buffers.get(name)) is not None
+                 and own.shape == known.shape and own.digest != known.digest]  # fmt: skip
+        if ranks:
+            by_ranks.setdefault(tuple(ranks), []).append(name)
+    return [
+        Cause(
+            f"buffers with other values than in one process, on {ranks_text(ranks)}: {listed(names)}",
+            "what build() puts into them is not the same in all layouts; load() gives parameters alone",
+            MODULES,
+        )
+        for ranks, names in by_ranks.items()
+    ]
 
 
 def _comparable(calls: Sequence[Call], truth: Mapping[str, _Known]) -> list[Call]:
@@ -149,6 +179,10 @@ def _backward(traces: Mapping[int, Sequence[Call]], truth: Mapping[str, _Known],
             factors = _factors(call.gradients, known.gradients, close)
             if factors is None and causes:
                 return causes
+            if factors is None and before and (ranks := _summed(traces, rank, call, before, truth, close)):
+                where = f"{_entered(call, calls)}{_which_call(call, calls)}"
+                text = f"backward: {where} the gradients of ranks {ranks} add up to that of one process: a missing SUM"
+                return [Cause(text, _NO_BACKWARD_SUM, MODULES)]
             if factors is None:
                 where = f"after {before[0]}, where it is right, " if before and abs(before[1] - 1) <= 1e-6 else ""
                 text = f"backward: {where}the gradient at the output of {call.module} is the first that is not that of "
@@ -166,6 +200,59 @@ def _backward(traces: Mapping[int, Sequence[Call]], truth: Mapping[str, _Known],
         if causes:
             break
     return causes
+
+
+def _summed(
+    traces: Mapping[int, Sequence[Call]],
+    rank: int,
+    call: Call,
+    before: tuple[str, float],
+    truth: Mapping[str, _Known],
+    close: float,
+) -> list[int]:
+    """The ranks that have these activations, if their gradients add up to those of one process; else none.
+
+    What follows may be added to its own input, as a residual is: then each rank has the gradient of that whole, which
+    `before` has at its output, and only the rest is a summand."""
+    own = {other: match for other, calls in traces.items() for match in calls
+           if (match.module, match.part) == (call.module, call.part)
+           and match.outputs.shape == match.gradients.shape == call.outputs.shape
+           and np.abs(match.outputs - call.outputs).max() <= close * np.abs(call.outputs).max()}  # fmt: skip
+    known, after = truth[call.module], truth[before[0]]
+    if len(own) < 2 or known.outputs.shape != known.gradients.shape:
+        return []
+    at = _places(call.outputs, known.outputs, close)
+    rows, at = np.flatnonzero(at >= 0), at[at >= 0]
+    if len(rows) < 2:
+        return []
+    total = np.sum([match.gradients[rows] for match in own.values()], axis=0)
+    expected = [known.gradients[at]]
+    if after.width == known.width and after.gradients.shape == known.gradients.shape:
+        expected.append(expected[0] + (len(own) - 1) * after.gradients[at])
+    scale = np.abs(total).max() or 1.0
+    fits = any(np.abs(total - before[1] * one).max() <= close * scale for one in expected)
+    return sorted(own) if fits else []
+
+
+def _places(rows: Values, known: Values, close: float) -> Numbers:
+    """Which of the known each row is; -1 where none is, or more than one may be."""
+    near = close * (float(np.abs(known).max(initial=0.0)) or 1.0)
+    order = np.argsort(known[:, 0])
+    low = np.searchsorted(known[order, 0], rows[:, 0] - near)
+    high = np.searchsorted(known[order, 0], rows[:, 0] + near, side="right")
+    at = order[np.minimum(low, len(known) - 1)]
+    one = (high - low == 1) & (np.abs(known[at] - rows).max(axis=1) <= near)
+    found: Numbers = np.where(one, at, -1)
+    return found
+
+
+def _entered(call: Call, calls: Sequence[Call]) -> str:
+    """The module that is given what a call gives, the innermost if there are more: inner ones finish first."""
+    place = next(index for index, other in enumerate(calls) if other is call)
+    for other in calls[place + 1 :]:
+        if other.part == call.part and np.array_equal(other.inputs, call.outputs):
+            return f"at the input of {other.module}"
+    return f"at the output of {call.module}"
 
 
 def module_rows(evidence: Evidence) -> list[ModuleRow]:
@@ -207,6 +294,8 @@ def _badness(row: ModuleRow) -> int:
 def _factors(rows: Values, known: Values, close: float) -> Values | None:
     """By how much each row is longer than the known one of its direction; None if some have no such."""
     least = 1e-12
+    if not np.isfinite(rows).all():
+        return None
     rows = rows[np.abs(rows).min(axis=1) > least * (np.abs(rows).max() or 1.0)]
     known = known[np.abs(known).min(axis=1) > least * (np.abs(known).max() or 1.0)]
     if not len(rows):

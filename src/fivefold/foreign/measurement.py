@@ -62,6 +62,14 @@ class Drop:
     again: bool = False  # in a backward pass, which computes something again
 
 
+@dataclass(frozen=True)
+class Buffer:
+    """A registered buffer of floating point: how large, and the digest of its values."""
+
+    shape: tuple[int, ...]
+    digest: str
+
+
 @dataclass
 class Observation:
     """What a rank saw in one step, where it was asked to look."""
@@ -69,6 +77,7 @@ class Observation:
     calls: list[Call] = field(default_factory=list)
     drops: list[Drop] = field(default_factory=list)
     unreduced: dict[str, Values] = field(default_factory=dict)  # what the rank itself added to each gradient
+    buffers: dict[str, Buffer] = field(default_factory=dict)  # those that the step leaves as they are
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from fivefold.foreign.adapter import Adapter, plain
 from fivefold.foreign.dropout import DROPOUTS
-from fivefold.foreign.measurement import Call, Drop, Observation, Values
+from fivefold.foreign.measurement import Buffer, Call, Drop, Observation, Values
 from fivefold.foreign.modes import everywhere
 from fivefold.foreign.numbering import local
 
@@ -33,8 +33,11 @@ def watching(adapter: Adapter, model: Any, trace: Observation | None) -> Iterato
     if trace is None:
         yield
         return
+    before = _buffers(adapter, model)
     with _modules(adapter, model, trace), _unreduced(adapter, model, trace), everywhere(_Dropouts(trace)):
         yield
+    after = _buffers(adapter, model)
+    trace.buffers |= {name: buffer for name, buffer in before.items() if after.get(name) == buffer}
 
 
 # ---- modules --------------------------------------------------------------------------------------------------------
@@ -44,15 +47,9 @@ def watching(adapter: Adapter, model: Any, trace: Observation | None) -> Iterato
 def _modules(adapter: Adapter, model: Any, trace: Observation) -> Iterator[None]:
     handles: list[Any] = []
     calls: list[_Seen] = []
-    whole = {id(parameter): name for name, parameter in adapter.named(model).items()}
-    for module in model if isinstance(model, list | tuple) else [model]:
-        if not isinstance(module, torch.nn.Module):
-            continue
-        names: dict[str, str] = {}
-        for name, part in module.named_modules():
-            names[name] = _whole_name(name, part, names, whole)
-            if names[name]:
-                handles.append(part.register_forward_hook(_hook(names[name], calls), with_kwargs=True))
+    for name, module in _named_modules(adapter, model):
+        if name:
+            handles.append(module.register_forward_hook(_hook(name, calls), with_kwargs=True))
     try:
         yield
     finally:
@@ -64,6 +61,27 @@ def _modules(adapter: Adapter, model: Any, trace: Observation) -> Iterator[None]
             gradients = [entry for entry in call.gradients if len(entry)]
             gradient = np.concatenate(gradients) if gradients else _NOTHING
             trace.calls.append(Call(call.module, call.inputs, call.outputs, gradient, call.width, part))
+
+
+def _named_modules(adapter: Adapter, model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules with their names in one process; the whole has none."""
+    whole = {id(parameter): name for name, parameter in adapter.named(model).items()}
+    for module in model if isinstance(model, list | tuple) else [model]:
+        if not isinstance(module, torch.nn.Module):
+            continue
+        names: dict[str, str] = {}
+        for name, part in module.named_modules():
+            names[name] = _whole_name(name, part, names, whole)
+            yield names[name], part
+
+
+def _buffers(adapter: Adapter, model: Any) -> dict[str, Buffer]:
+    return {
+        f"{name}.{own}".lstrip("."): Buffer(tuple(local(buffer).shape), _digest(local(buffer)))
+        for name, part in _named_modules(adapter, model)
+        for own, buffer in part.named_buffers(recurse=False)
+        if buffer.is_floating_point() and buffer.device.type != "meta"
+    }
 
 
 def _whole_name(name: str, module: Any, names: Mapping[str, str], whole: Mapping[int, str]) -> str:
