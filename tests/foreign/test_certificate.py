@@ -143,7 +143,7 @@ def test_a_certificate_of_failures_that_holds_is_no_good_news() -> None:
     again = repeated(certificate(RIGHT, WRONG), certificate(RIGHT, WRONG))
     assert again.holds
     assert not again.ok
-    words = "the certificate holds, and is one of a failure: 1 of 2 layouts still differ from one process"
+    words = "the certificate holds, and is one of a failure: 1 of 2 layouts differs from one process"
     assert words in to_text(again.blocks())
     assert again.to_dict()["verdict"] == words
 

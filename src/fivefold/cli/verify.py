@@ -24,7 +24,6 @@ from fivefold.cli.options import (
     write_page,
 )
 from fivefold.render.blocks import TEXTS, check_writable, console_of, show
-from fivefold.render.paint import PICTURES
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 
@@ -160,9 +159,9 @@ def verify(
     """
     from fivefold.verifier.verify import verify as prove
 
+    if adapter is None or check is not None:  # of the three results, a certificate alone can be drawn
+        check_writable(output, *TEXTS)
     if adapter is not None or check is not None:
-        check_writable(output, *TEXTS, *(() if check is not None else PICTURES))
-        check_writable(html)
         with _stoppable():
             proof = _foreign(context, adapter, check, words or [], timeout)
         show(proof, as_json, output, [*_file_to_copy(adapter), *_certificate_page(proof, html)])
