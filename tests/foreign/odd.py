@@ -1,5 +1,6 @@
 """Adapters of which nothing could be compared, or that do not do what they should: each a class of this file."""
 
+import os
 import sys
 import time
 
@@ -91,9 +92,19 @@ class Exits(Right):
         sys.exit(0)
 
 
+class ExitsLate(Right):
+    """In its first update, in a layout."""
+
+    def update(self, model):
+        if dist.get_world_size() > 1:
+            dist.barrier()
+            time.sleep(0.3)  # what was measured has been sent
+            os._exit(0)
+
+
 class Raises(Right):
     def step(self, model, batch):
-        return F.linear(batch, 3)  # line 96
+        return F.linear(batch, 3)
 
 
 class Partly(Right):

@@ -19,7 +19,7 @@ REFUSED = {
     "Word": ("adapter.step", "or so' as loss; it should return {'loss': a number}"),
     "Group": ("adapter.build", "leave it out: the process group is up"),
     "Exits": ("adapter.step", "step() ended its process, by sys.exit(0)"),
-    "Raises": ("adapter.reference", "(odd.py, line 96)"),
+    "Raises": ("adapter.reference", "must be Tensor, not int (odd.py, line "),
 }
 
 
@@ -36,6 +36,23 @@ def test_what_one_process_does_not_give_is_refused(name: str) -> None:
     assert words in error.problems[0]
 
 
+UNDIVIDED = {"": "a layout is empty", "foo": "foo=1 is 1 rank: nothing is divided", "fdsp=2": "did you mean 'fsdp'?"}
+
+
+@pytest.mark.parametrize("layout", UNDIVIDED)
+def test_one_process_is_not_compared_with_itself(layout: str) -> None:
+    error = refusal(lambda: verify_adapter(f"{ODD}:Right", ["dp=2", layout]))
+    assert error.codes == ["adapter.layout"]
+    assert UNDIVIDED[layout] in error.problems[0]
+
+
+def test_an_exit_code_of_success_in_the_middle_is_said() -> None:
+    proof, _ = proven("ExitsLate")
+    assert proof.broken.endswith("failed with exit code 0: the adapter exited before its last step")
+    assert proof.outcome == "could not run"
+    assert proof.worst("gradient") is not None
+
+
 def test_a_batch_of_each_ranks_own_is_none() -> None:
     proof, said = proven("NewOnEachRank")
     assert "batch(step) is not the same on rank 1 as in one process" in proof.broken
@@ -49,11 +66,11 @@ def test_parameters_without_a_gradient_are_named() -> None:
 
 
 def test_what_was_measured_before_a_failure_is_told_with_it() -> None:
-    proof, _ = proven("Partly")  # in its second step
-    assert not proof.failed
+    proof, said = proven("Partly")  # in its second step
     assert {deviation.step for deviation in proof.deviations} == {1}
+    assert {deviation.quantity for deviation in proof.failed} >= {"gradient"}
     assert "find_unused_parameters" in proof.details
-    assert proof.outcome == "could not run"
+    assert "so none is compared: extra" in said
     proof, said = proven("LateUpdate")
     assert [(found.quantity, found.name) for found in proof.failed] == [("gradient", "0.bias")]
     assert proof.outcome == "differs"

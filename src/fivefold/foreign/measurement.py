@@ -13,6 +13,7 @@ Values = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 Device = Literal["cpu", "cuda"]
 SEED = 1234
+SEEDS = 2**31
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from typing import Any, get_args
 from fivefold.foreign.adapter import DTYPES, AdapterFile, Layout, layout_text, parse_layout
 from fivefold.foreign.certificate import FORMAT, Certificate, digest_of
 from fivefold.foreign.layout_proof import LayoutProof, Outcome, changes, failure, failures, stated_outcome
-from fivefold.foreign.measurement import Device
+from fivefold.foreign.measurement import SEEDS, Device
 from fivefold.render.blocks import Block, Cell, Result, Table, Text
 from fivefold.support.errors import UserError
+from fivefold.support.ranges import STEPS, checked, within
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,11 @@ def _problem(body: Mapping[str, Any]) -> str:
         return "has a layout without its settings"
     if not all(isinstance(row.get("passed"), bool) for row in rows):
         return "has a layout without its outcome"
+    for key, limits in (("steps", within(1, STEPS)), ("seed", within(0, SEEDS))):
+        try:
+            checked(key, body[key], limits)
+        except UserError as error:
+            return f"says something odd: {error}"
     if not adapter.isprintable() or len(adapter) > _LONGEST:
         return "has no name of an adapter"
     if not all(isinstance(value, str) and _SHA256.fullmatch(value) for value in _digests(body)):

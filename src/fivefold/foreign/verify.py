@@ -24,6 +24,7 @@ from fivefold.foreign.locate import located, module_rows
 from fivefold.foreign.masks import same_masks, unlike_masks
 from fivefold.foreign.measurement import (
     SEED,
+    SEEDS,
     AdapterDescription,
     Device,
     Insight,
@@ -42,7 +43,6 @@ from fivefold.version import __version__
 
 TIMEOUT = 300.0  # seconds for one layout: large frameworks take long to import
 STEPS_OF_PROOF = 2
-_SEEDS = 2**31
 _RANK = "fivefold.foreign.rank"
 _MAX_WORLD = 64
 
@@ -70,7 +70,7 @@ def verify_adapter(
     (True, {'fsdp': 2})
     """
     checked("--steps", steps, within(1, STEPS))
-    checked("--seed", seed, within(0, _SEEDS))
+    checked("--seed", seed, within(0, SEEDS))
     seconds("--timeout", timeout)
     place = AdapterFile.of(adapter)
     chosen = [parse_layout(layout) for layout in layouts]
@@ -182,8 +182,9 @@ class _Proof:
             details = error.details if isinstance(error, processes.RankError) else ""
             deviations = self._until_it_failed(parts)
             return LayoutProof(
-                layout, world, time.perf_counter() - start, deviations, broken=_said(error), details=details
-            )
+                layout, world, time.perf_counter() - start, deviations, broken=_said(error), details=details,
+                remarks=self._remarks,
+            )  # fmt: skip
         if (unlike := _unlike_batches(self.reference, ranks)) is not None:
             broken = (
                 f"batch(step) is not the same on rank {unlike} as in one process; it must be the same on all ranks, in "
