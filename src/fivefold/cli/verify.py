@@ -12,7 +12,6 @@ from fivefold.cli.options import (
     Html,
     Json,
     ModelWords,
-    Output,
     Picture,
     Seq,
     check_whole_layout,
@@ -64,6 +63,10 @@ _Adapter = Annotated[
 _Check = Annotated[
     Path | None, typer.Option("--check", metavar="CERTIFICATE", help="Repeat what --adapter certified with -o.")
 ]
+_Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Write the result: .json, .txt; of --adapter also a badge: .svg, .png."),
+]
 _Timeout = Annotated[
     float | None,
     typer.Option(
@@ -95,7 +98,7 @@ def verify(
     check: _Check = None,
     seed: Annotated[int, typer.Option(help="With --adapter: of weights, dropout, and which batches.")] = 1234,
     timeout: _Timeout = None,
-    output: Output = None,
+    output: _Output = None,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
