@@ -310,7 +310,7 @@ def _end_with_the_launcher() -> None:
 
 _STARTING = Lock()  # threads may call, and `start` hides the caller's script from multiprocessing for a moment
 _THREADS = "OMP_NUM_THREADS"
-_allowed: float | None = None
+_allowed: int | None = None
 _GRACE = 1.0  # seconds that the other ranks have after a first failure, to report theirs
 
 
@@ -364,12 +364,12 @@ def run(
     return [end.value for end in ends]
 
 
-def _threads_of_user() -> float:
+def _threads_of_user() -> int:
     """How many threads whoever started this process allows; `run` itself sets the same variable in its first call."""
     global _allowed
     if _allowed is None:
         given = os.environ.get(_THREADS, "").partition(",")[0].strip()  # a list has a number for each nested level
-        _allowed = int(given) if given.isdecimal() and int(given) else math.inf
+        _allowed = int(given) if given.isdecimal() and int(given) else cores()
     return _allowed
 
 
