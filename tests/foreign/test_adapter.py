@@ -8,6 +8,7 @@ import pytest
 from fivefold.foreign.adapter import Adapter, AdapterFile, layout_text, parse_layout, plain, product, shipped_names
 from tests.refusals import refusal
 
+ROOT = Path(__file__).parents[2]
 PLAIN = str(Path(__file__).with_name("plain.py"))
 
 
@@ -26,7 +27,7 @@ def test_layouts_are_words_with_numbers() -> None:
     assert (layout_text({}), product({})) == ("one process", 1)
 
 
-@pytest.mark.parametrize("layout", ["dp=0", "tp=-2", "dp=two", "=2", "tp=", {"dp": 2.5}, {"a b": 1}])
+@pytest.mark.parametrize("layout", ["dp=0", "tp=-2", "dp=two", "=2", "tp=", {"dp": 2.5}, {"a b": 1}, 5])
 def test_layouts_that_are_none_are_refused(layout: object) -> None:
     error = refusal(lambda: parse_layout(layout))  # type: ignore[arg-type]
     assert error.codes == ["adapter.layout"]
@@ -45,12 +46,15 @@ CASES = {
     "hugingface": ("adapter.file", "huggingface"),
     "no/such.py": ("adapter.file", "no/such.py"),
     "no/such.py:Name": ("adapter.file", "no/such.py"),
+    "tests": ("adapter.file", "is a directory"),
+    "README.md": ("adapter.file", "should be a file that ends in .py"),
     f"{PLAIN}:Dropuot": ("adapter.name", "Dropout"),
 }
 
 
 @pytest.mark.parametrize("text", CASES)
-def test_what_is_not_there_is_refused_with_the_nearest(text: str) -> None:
+def test_what_is_not_there_is_refused_with_the_nearest(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     code, hint = CASES[text]
     error = refusal(lambda: Adapter(AdapterFile.of(text)))
     assert error.codes == [code]
@@ -81,6 +85,16 @@ def test_files_that_cannot_be_imported(tmp_path: Path, source: str, code: str, w
     error = refusal(lambda: Adapter(AdapterFile.of(str(file))))
     assert code in error.codes
     assert words in "\n".join(error.problems)
+
+
+def test_a_wrong_line_is_named_once_and_layouts_are_a_list(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def (")
+    error = refusal(lambda: Adapter(AdapterFile.of(str(file))))
+    assert error.problems[0].count("line 1") == 1
+    file.write_text('LAYOUTS = "dp=2"')
+    error = refusal(lambda: Adapter(AdapterFile.of(str(file))))
+    assert any("LAYOUTS of the adapter mine.py is a str" in problem for problem in error.problems)
 
 
 def test_wrappers_leave_no_trace_in_names() -> None:

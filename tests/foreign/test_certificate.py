@@ -96,6 +96,7 @@ def test_files_beside_the_adapter_are_compared_and_none_from_elsewhere(tmp_path:
     [
         {"layouts": []}, {"layouts": [{"passed": True}]}, {"layouts": [{"layout": {}, "passed": True}]},
         {"layouts": [{"layout": {"dp": 2}}]}, {"device": "tpu"}, {"dtype": "int4"}, {"steps": True}, {"versions": []},
+        {"seed": -5}, {"steps": 0},
         {"adapter": "a\x1b[2J.py"}, {"adapter": "a" * 10_000}, {"adapter_sha256": "z"}, {"files": {"a.py": 3}},
     ],
 )  # fmt: skip
@@ -115,6 +116,18 @@ def test_the_summary_says_what_was_compared() -> None:
     assert certificate(RIGHT, WRONG).summary == "1 of 2 layouts differs from one process (torch 2.13.0)"
 
 
+BROKEN = proof("dp=2", 0.0, deviations=[], broken="rank 1 failed")
+
+
+def test_what_could_not_run_does_not_differ() -> None:
+    assert certificate(RIGHT, BROKEN).summary == "1 of 2 layouts could not run (torch 2.13.0)"
+    assert certificate(WRONG, BROKEN).summary.startswith("1 of 2 layouts differs from one process, and 1 could not run")
+    assert repeated(certificate(BROKEN), certificate(BROKEN)).holds
+    late = proof("dp=2", 0.5, broken="rank 1 failed")
+    said = to_text(certificate(late).blocks())
+    assert said.index("the gradient of a is off by 0.5") < said.index("and then rank 1 failed")
+
+
 HELD = {
     "the same": (RIGHT, RIGHT, {}, ""),
     "another error within the bound": (RIGHT, proof("dp=2", 9e-11), {}, ""),
@@ -124,6 +137,7 @@ HELD = {
     "another cause": (WRONG, proof("dp=4", 0.5, FOURFOLD), {}, "for another cause"),
     "less was compared": (RIGHT, proof("dp=2", 0.0, deviations=[LOSS]), {}, "the gradient was compared then"),
     "only replicas": (RIGHT, proof("dp=2", 0.0, compared=REPLICAS), {}, "values were compared then"),
+    "it could run": (proof("dp=2", 0.5, TWICE), BROKEN, {}, "differs then, could not run now"),
     "another dtype": (RIGHT, RIGHT, {"dtype": "float32"}, "dtype float64 then, float32 now"),
     "another model": (RIGHT, RIGHT, {"parameters": 11}, "parameters 10 then, 11 now"),
 }
@@ -143,7 +157,7 @@ def test_a_certificate_of_failures_that_holds_is_no_good_news() -> None:
     again = repeated(certificate(RIGHT, WRONG), certificate(RIGHT, WRONG))
     assert again.holds
     assert not again.ok
-    words = "the certificate holds, and is one of a failure: 1 of 2 layouts still differ from one process"
+    words = "the certificate holds, and is one of a failure: 1 of 2 layouts differs from one process"
     assert words in to_text(again.blocks())
     assert again.to_dict()["verdict"] == words
 

@@ -51,6 +51,7 @@ def test_from_the_page_to_a_certificate_that_is_repeated_and_refused(tmp_path: P
     assert "1 layout = one process within" in done.stdout
     certificate = json.loads((tmp_path / "cert.json").read_text())
     assert (certificate["passed"], certificate["seed"], certificate["device"]) == (True, 1234, "cpu")
+    assert certificate["threads"] == 1  # as OMP_NUM_THREADS says, however many cores there are
     page = (tmp_path / "page.html").read_text()
     for digest in ("sha256", "adapter_sha256"):
         assert certificate[digest] in page
@@ -70,6 +71,17 @@ def test_the_later_adapters_of_the_page_hold(number: int, layout: str, tmp_path:
     (tmp_path / "mine.py").write_text(adapters()[number])
     done = fivefold("verify", "--adapter", "mine.py", layout, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_certificate_is_drawn_as_a_badge_and_no_other_result_is(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(adapters()[1])
+    done = fivefold("verify", "--adapter", "mine.py", "dp=2", "--steps", "1", "-o", "badge.svg", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 layout = one process" in (tmp_path / "badge.svg").read_text()
+    for words in (["--check", "certificate.json", "--adapter", "mine.py"], ["--layout", "dp=2"]):
+        refused = fivefold("verify", *words, "-o", "other.svg", cwd=tmp_path)
+        assert refused.returncode == 2
+        assert "should end in .json or .txt" in " ".join(refused.stderr.split())
 
 
 @pytest.mark.parametrize("words", WRONG_AT_ONCE)

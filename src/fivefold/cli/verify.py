@@ -12,7 +12,6 @@ from fivefold.cli.options import (
     Html,
     Json,
     ModelWords,
-    Output,
     Picture,
     Seq,
     check_whole_layout,
@@ -24,7 +23,6 @@ from fivefold.cli.options import (
     write_page,
 )
 from fivefold.render.blocks import TEXTS, check_writable, console_of, show
-from fivefold.render.paint import PICTURES
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 
@@ -65,6 +63,10 @@ _Adapter = Annotated[
 _Check = Annotated[
     Path | None, typer.Option("--check", metavar="CERTIFICATE", help="Repeat what --adapter certified with -o.")
 ]
+_Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Write the result: .json, .txt; of --adapter also a badge: .svg, .png."),
+]
 _Timeout = Annotated[
     float | None,
     typer.Option(
@@ -96,7 +98,7 @@ def verify(
     check: _Check = None,
     seed: Annotated[int, typer.Option(help="With --adapter: of weights, dropout, and which batches.")] = 1234,
     timeout: _Timeout = None,
-    output: Output = None,
+    output: _Output = None,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
@@ -160,9 +162,9 @@ def verify(
     """
     from fivefold.verifier.verify import verify as prove
 
+    if adapter is None or check is not None:  # of the three results, a certificate alone can be drawn
+        check_writable(output, *TEXTS)
     if adapter is not None or check is not None:
-        check_writable(output, *TEXTS, *(() if check is not None else PICTURES))
-        check_writable(html)
         with _stoppable():
             proof = _foreign(context, adapter, check, words or [], timeout)
         show(proof, as_json, output, [*_file_to_copy(adapter), *_certificate_page(proof, html)])

@@ -62,8 +62,11 @@ class AdapterFile:
         path, _, name = text.rpartition(":") if ":" in text else (text, "", "")
         shipped = SHIPPED / f"{path}.py"
         file = shipped if path.isidentifier() and shipped.exists() else Path(path)
-        if file.is_file():
+        if file.is_file() and file.suffix == ".py":
             return cls(file.resolve(), name)
+        if file.exists():
+            what = "a directory" if file.is_dir() else "no Python file"
+            raise UserError(f"--adapter {path} is {what}; it should be a file that ends in .py", "adapter.file")
         if path.isidentifier():
             hint = did_you_mean(path, shipped_names())
             raise UserError(f"--adapter {path} is neither a file nor an adapter that ships; {hint}", "adapter.file")
@@ -93,11 +96,14 @@ def shipped_names() -> list[str]:
 
 def parse_layout(text: str | Mapping[str, Any]) -> Layout:
     """`dp=2,sp,schedule=ZBV` as a dict; a word alone is 1. A dict stays what it is, as far as it is plain."""
+    if not isinstance(text, str | Mapping):
+        raise UserError(f"a layout is {text!r}; it should be like tp=2,sp,schedule=1F1B", "adapter.layout")
     if isinstance(text, str):
         pairs = [word.partition("=") for word in text.replace(" ", "").split(",") if word]
         items: Iterable[tuple[str, Any]] = [(key, value if equals else "1") for key, equals, value in pairs]
     else:
         items = [(str(key), int(value) if isinstance(value, bool) else value) for key, value in text.items()]
+        text = layout_text(dict(items))
     layout: Layout = {}
     for key, value in items:
         if not key.isidentifier() or not isinstance(value, int | str) or value == "":
@@ -112,7 +118,7 @@ def parse_layout(text: str | Mapping[str, Any]) -> Layout:
     return layout
 
 
-def layout_text(layout: Layout) -> str:
+def layout_text(layout: Mapping[str, Any]) -> str:
     return ",".join(f"{key}={value}" for key, value in layout.items()) or "one process"
 
 
@@ -216,7 +222,7 @@ def import_adapter(place: AdapterFile) -> Any:
             f"the adapter {place.text} needs {error.name}, which is not installed here", "adapter.package"
         ) from error
     except Exception as error:
-        where = _last_line(error, place.file)
+        where = "" if isinstance(error, SyntaxError) else _last_line(error, place.file)  # which says so itself
         raise UserError(
             f"importing {place.text} raised {type(error).__name__}: {error}{where}", "adapter.import"
         ) from error
@@ -232,8 +238,7 @@ def import_adapter(place: AdapterFile) -> Any:
 def _last_line(error: BaseException, file: Path) -> str:
     """Where in the adapter's own file it was raised."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    line = error.lineno if isinstance(error, SyntaxError) else [None, *lines][-1]
-    return f" (line {line})" if line else ""
+    return f" (line {lines[-1]})" if lines else ""
 
 
 def _shortcomings(given: Any, name: str) -> Iterable[str]:
@@ -249,7 +254,9 @@ def _shortcomings(given: Any, name: str) -> Iterable[str]:
             yield f"{member} of the adapter {name} is a {type(function).__name__}, and not a function"
         elif not _takes(function, len(arguments)) and not (member == "build" and _takes(function, 2)):
             yield f"{member} of the adapter {name} should take {member}({', '.join(arguments)})"
-    if not (layouts := getattr(given, "LAYOUTS", None)) or not isinstance(layouts, list | tuple):
+    if (layouts := getattr(given, "LAYOUTS", None)) and not isinstance(layouts, list | tuple):
+        yield f'LAYOUTS of the adapter {name} is a {type(layouts).__name__}; it should be a list: ["dp=2", "tp=2,sp"]'
+    elif not layouts:
         yield f'the adapter {name} has no LAYOUTS, a list such as ["dp=2", "tp=2,sp"]'
     if (dtype := getattr(given, "DTYPE", "float64")) not in DTYPES:
         yield f"DTYPE of the adapter {name} is {dtype!r}; it should be one of {', '.join(DTYPES)}"

@@ -16,6 +16,7 @@ from fivefold.foreign.layout_proof import (
     STILL,
     LayoutProof,
     failure,
+    failures,
     modules_table,
     proofs_table,
 )
@@ -64,8 +65,7 @@ class Certificate(Result):
         """One line for a README: of how many layouts the values were compared, and of how many they were not."""
         passed = [proof for proof in self.proofs if proof.passed]
         if not self.ok:
-            count, all_of_them = len(self.proofs) - len(passed), counted(len(self.proofs), "layout")
-            return f"{count} of {all_of_them} differ{'s' if count == 1 else ''} from one process ({self.framework})"
+            return f"{failures(self.proofs)} ({self.framework})"
         by_value = sum(proof.by_value for proof in passed)
         parts = []
         if by_value:

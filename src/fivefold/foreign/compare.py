@@ -111,6 +111,8 @@ def _compare(reference: OneProcess, ranks: Sequence[RankValues], dtype: str, upd
         noise = reference.noise[step] if reference.noise else np.zeros(len(tensors.names))
         held = [Held(r.rank, r.numbers, r.gradients[step]) for r in ranks]
         yield from _tensors(tensors, "gradient", step, held, Truth(truth, gradient_scale(tensors, truth), noise), floor)
+        if step == len(reference.norms):  # nobody came as far as its update
+            return
         if (norm := reference.norms[step]) is not None:
             limit = max(floor, SPREAD * reference.norm_noise)
             yield from _scalars("norm", step, [r.norms for r in ranks], norm, limit)

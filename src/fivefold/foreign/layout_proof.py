@@ -12,8 +12,10 @@ from fivefold.foreign.adapter import Layout, layout_text
 from fivefold.foreign.compare import Deviation
 from fivefold.foreign.evidence import Cause, ModuleRow
 from fivefold.render.blocks import Block, Cell, Table, Text
+from fivefold.support.text import counted
 
 QUANTITIES = ("loss", "gradient", "norm", "parameter")
+Outcome = Literal["passed", "differs", "could not run"]
 Compared = Literal["values", "values without dropout, then replicas and masks", "replicas and masks"]
 VALUES: Compared = "values"
 STILL: Compared = "values without dropout, then replicas and masks"
@@ -28,7 +30,7 @@ class LayoutProof:
     seconds: float
     deviations: Sequence[Deviation]  # the worst first
     causes: Sequence[Cause] = ()
-    broken: str = ""  # why there are no numbers
+    broken: str = ""  # why there are no numbers, or none of what came after the deviations
     details: str = ""
     compared: Compared = "values"
     unlike_masks: bool = False  # dropout's: the causes that are told of them are a difference by themselves
@@ -38,6 +40,10 @@ class LayoutProof:
     @property
     def passed(self) -> bool:
         return not self.broken and not self.unlike_masks and all(deviation.passed for deviation in self.deviations)
+
+    @property
+    def outcome(self) -> Outcome:
+        return "passed" if self.passed else "could not run" if self.broken and not self.failed else "differs"
 
     @property
     def by_value(self) -> bool:
@@ -55,7 +61,9 @@ class LayoutProof:
     def to_dict(self) -> dict[str, Any]:
         row: dict[str, Any] = {"layout": self.layout, "ranks": self.world, "passed": self.passed}
         if self.broken:
-            return row | {"broken": self.broken}
+            row["broken"] = self.broken
+        if self.broken and not self.failed:
+            return row
         row["compared"] = self.compared
         for quantity in QUANTITIES:
             if (worst := self.worst(quantity)) is not None:
@@ -90,18 +98,13 @@ def _row(proof: LayoutProof) -> list[str | Cell]:
         worst = proof.worst(quantity)
         cells.append("-" if worst is None else f"{worst.error:.1e}" if math.isfinite(worst.error) else "missing")
     good = "passed" if proof.by_value else "replicas agree"
-    outcome = Cell(good, "good") if proof.passed else Cell("broken" if proof.broken else "differs", "bad")
+    outcome = Cell(good, "good") if proof.passed else Cell(proof.outcome, "bad")
     return [layout_text(proof.layout), str(proof.world), *cells, outcome]
 
 
 def failure(proof: LayoutProof) -> Iterator[Block]:
     """What is wrong with a layout, and why."""
     yield Text(f"{layout_text(proof.layout)}:", "bad")
-    if proof.broken:
-        yield Text(f"  {proof.broken}")
-        if proof.details:
-            yield Text("\n".join(f"  {line}" for line in proof.details.splitlines()[-12:]), "dim")
-        return
     order = {quantity: place for place, quantity in enumerate(QUANTITIES)}
     failed = sorted(proof.failed, key=lambda deviation: (deviation.step, order[deviation.quantity]))  # where it begins
     for deviation in failed[:_SHOWN]:
@@ -114,6 +117,20 @@ def failure(proof: LayoutProof) -> Iterator[Block]:
             yield Text(f"    likely: {cause.likely}")
         if cause.read:
             yield Text(f"    read: {cause.read}")
+    if proof.broken:
+        yield Text(f"  {'and then ' if failed else ''}{proof.broken}")
+        if proof.details:
+            yield Text("\n".join(f"  {line}" for line in proof.details.splitlines()[-12:]), "dim")
+
+
+def failures(proofs: Sequence[LayoutProof]) -> str:
+    """How many of all layouts differ, and how many could not run."""
+    outcomes, all_of_them = [proof.outcome for proof in proofs], counted(len(proofs), "layout")
+    differing, broken = outcomes.count("differs"), outcomes.count("could not run")
+    if not differing:
+        return f"{broken} of {all_of_them} could not run"
+    differ = f"{differing} of {all_of_them} differ{'s' if differing == 1 else ''} from one process"
+    return f"{differ}, and {broken} could not run" if broken else differ
 
 
 def modules_table(proof: LayoutProof) -> Table:
@@ -123,9 +140,11 @@ def modules_table(proof: LayoutProof) -> Table:
 
 def changes(stated: Mapping[str, Any], proof: LayoutProof) -> list[str]:
     """How a layout differs from what a certificate's row says of it; it is held to the row's own bounds."""
-    passed = bool(stated.get("passed"))
-    if passed != proof.passed:
-        return [f"{_outcome(passed)} then, {_outcome(proof.passed)} now"]
+    passed, then_outcome = bool(stated.get("passed")), stated_outcome(stated)
+    if then_outcome != proof.outcome:
+        return [f"{then_outcome} then, {proof.outcome} now"]
+    if proof.outcome == "could not run":
+        return []
     if (compared := stated.get("compared", VALUES)) != proof.compared and not proof.broken:
         return [f"{compared} were compared then, {proof.compared} now"]
     found = []
@@ -143,5 +162,8 @@ def changes(stated: Mapping[str, Any], proof: LayoutProof) -> list[str]:
     return found
 
 
-def _outcome(passed: bool) -> str:
-    return "passed" if passed else "differs"
+def stated_outcome(stated: Mapping[str, Any]) -> Outcome:
+    """The outcome in a certificate's row."""
+    if stated.get("passed"):
+        return "passed"
+    return "could not run" if stated.get("broken") and not stated.get("failed") else "differs"

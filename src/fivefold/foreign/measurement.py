@@ -1,7 +1,7 @@
 """What ranks report of foreign training code: plain numbers and arrays, which the parent compares."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -13,6 +13,7 @@ Values = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 Device = Literal["cpu", "cuda"]
 SEED = 1234
+SEEDS = 2**31
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class Observation:
 
 @dataclass(frozen=True)
 class RankValues:
+    """What a rank measured, of all steps or of the next part of one: `joined` puts parts together."""
+
     rank: int
     numbers: Mapping[str, Numbers]  # of each local parameter's elements in the whole; -1: padding
     losses: Sequence[float | None]
@@ -89,6 +92,22 @@ class RankValues:
     gradients: Sequence[Mapping[str, Values | None]]  # by step; None: it has none
     parameters: Sequence[Mapping[str, Values]]  # after each step
     trace: Observation | None = None
+    batches: Sequence[str] = ()  # by step, the digest of the batch
+
+
+def joined(parts: Sequence[RankValues]) -> RankValues:
+    """The parts that a rank gave, one after the other; the first has the numbers of the elements."""
+    first = parts[0]
+    return RankValues(
+        first.rank,
+        first.numbers,
+        losses=[loss for part in parts for loss in part.losses],
+        norms=[norm for part in parts for norm in part.norms],
+        gradients=[gradients for part in parts for gradients in part.gradients],
+        parameters=[parameters for part in parts for parameters in part.parameters],
+        trace=next((part.trace for part in reversed(parts) if part.trace is not None), None),
+        batches=[batch for part in parts for batch in part.batches],
+    )
 
 
 @dataclass(frozen=True)
@@ -109,6 +128,15 @@ class OneProcess:
     norm_noise: float = 0.0
     threads: int = 1
     files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of what the adapter imports from beside itself
+    batches: Sequence[str] = ()  # by step, the digest of the batch
+    ungraded: Sequence[str] = ()  # parameters that require a gradient and have none in any step
+
+    def until(self, steps: int, updates: int) -> "OneProcess":
+        """The same, as far as somebody came who took so many steps, and so many updates."""
+        return replace(
+            self, losses=self.losses[:steps], gradients=self.gradients[:steps], norms=self.norms[:updates],
+            parameters=self.parameters[:updates],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a rank does with an adapter: build, number, load, step; and one process, which is the truth for all layouts."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,25 @@ from fivefold.foreign.measurement import (
     RankValues,
     Settings,
     Values,
+    joined,
 )
 from fivefold.foreign.packages import files_beside, versions
-from fivefold.foreign.stepping import batch_of, build, clear, gradients_of, import_for, placed, run, start
+from fivefold.foreign.stepping import (
+    batch_digest,
+    batch_of,
+    build,
+    clear,
+    gradients_of,
+    import_for,
+    placed,
+    run,
+    start,
+    stepped,
+    stepping,
+)
 from fivefold.launch.processes import Rank
 from fivefold.support.errors import UserError
+from fivefold.support.text import listed
 
 _NOISE_DRAWS = 3  # runs of one process with every weight moved by a rounding
 _IGNORE = -100  # what torch's cross-entropy leaves out
@@ -40,13 +54,13 @@ def describe(rank: Rank, place: AdapterFile, chosen: Sequence[Layout], device: s
     return AdapterDescription(layouts, worlds, adapter.dtype, known, adapter.update is not None)
 
 
-def measure(rank: Rank, place: AdapterFile, layout: Layout, settings: Settings, weights: Path) -> RankValues:
-    """One rank of a layout, from the weights that one process has written."""
+def measure(rank: Rank, place: AdapterFile, layout: Layout, settings: Settings, weights: Path) -> Iterator[RankValues]:
+    """One rank of a layout, from the weights that one process has written; in parts, as they are measured."""
     adapter, model = start(rank, place, layout, settings)
     full = _read(weights)
     numbers = numbering.find(adapter, model, {name: tuple(tensor.shape) for name, tensor in full.items()})
     numbering.load(adapter, model, full)
-    return run(adapter, model, settings, rank.number, numbers)
+    yield from stepped(adapter, model, settings, rank.number, numbers)
 
 
 def refer(rank: Rank, place: AdapterFile, settings: Settings, weights: Path) -> OneProcess:
@@ -60,15 +74,20 @@ def refer(rank: Rank, place: AdapterFile, settings: Settings, weights: Path) -> 
     numbers = numbering.find(adapter, model, shapes)
     tensors = Tensors(shapes)
     _check_whole(numbers, tensors)
+    _check_batches(adapter, settings)
+    taught = [name for name, parameter in adapter.named(model).items() if parameter.requires_grad]
 
     def once(weights: Mapping[str, Tensor], another: int = 0, still: bool = False) -> RankValues:
         own = replace(settings, still=still)
         model = build(adapter, {}, own)
         numbering.load(adapter, model, weights)
-        return run(adapter, model, own, 0, numbers, another)
+        parts: list[RankValues] = []
+        for part in stepped(adapter, model, own, 0, numbers, another):  # what is refused may be why the next part fails
+            parts.append(part)
+            _check(joined(parts))
+        return joined(parts)
 
     values, random = once(full), ""
-    _check_losses(values)
     if values.losses != once(full, another=1).losses:
         values = once(full, still=True)
         random = "dropout" if values.losses == once(full, another=1, still=True).losses else "draws"
@@ -84,6 +103,8 @@ def refer(rank: Rank, place: AdapterFile, settings: Settings, weights: Path) -> 
         random=random,
         threads=torch.get_num_threads(),
         files=files_beside(place),
+        batches=values.batches,
+        ungraded=[name for name in taught if all(gradients[name] is None for gradients in values.gradients)],
     )
     if adapter.dtype == "float64":
         return reference
@@ -103,7 +124,7 @@ def explain(rank: Rank, place: AdapterFile, settings: Settings, weights: Path) -
         clear(adapter, model)
         torch.manual_seed(settings.seed)
         with still(settings.still):
-            adapter.step(model, placed(batch, settings.device))
+            stepping(adapter, model, placed(batch, settings.device))
         return at_numbers(numbers, gradients_of(adapter, model), size)
 
     numbering.load(adapter, model, full)
@@ -134,13 +155,32 @@ def _alone(
     return has, counts if any(counts) else []
 
 
-def _check_losses(values: RankValues) -> None:
+def _check_batches(adapter: Adapter, settings: Settings) -> None:
+    for step in range(settings.steps):
+        if batch_digest(batch_of(adapter, step, settings)) != batch_digest(batch_of(adapter, step, settings)):
+            unlike = "batch(step) is not the same twice; it must be the same on all ranks, in every layout"
+            raise UserError(unlike, "adapter.batch")
+
+
+def _check(values: RankValues) -> None:
+    """Losses and gradients of one process are something to compare with."""
     for step, loss in enumerate(values.losses):
         if loss is None:
             raise UserError("step() gave no loss in one process; it should return {'loss': ...}", "adapter.step")
         if not math.isfinite(loss):
             gave = f"step() gave the loss {loss} in one process, in step {step + 1}: nothing can be compared with that"
             raise UserError(gave, "adapter.step")
+    for step, gradients in enumerate(values.gradients):
+        given = {name: own for name, own in gradients.items() if own is not None}
+        elsewhere = "did step() call backward? If gradients are elsewhere, add grad(parameter)"
+        if not given:
+            raise UserError(f"one process has no gradient; {elsewhere}", "adapter.gradient")
+        if odd := [name for name, own in given.items() if not np.isfinite(own).all()]:
+            kind = "NaN" if any(np.isnan(given[name]).any() for name in odd) else "infinite"
+            gave = f"step() gave {kind} gradients in one process: {listed(odd)} (step {step + 1})"
+            raise UserError(gave, "adapter.gradient")
+        if not any(own.any() for own in given.values()):
+            raise UserError(f"all gradients of one process are zero; {elsewhere}", "adapter.gradient")
 
 
 def _read(weights: Path) -> dict[str, Tensor]:

@@ -14,11 +14,11 @@ from typing import Any, get_args
 
 from fivefold.foreign.adapter import DTYPES, AdapterFile, Layout, layout_text, parse_layout
 from fivefold.foreign.certificate import FORMAT, Certificate, digest_of
-from fivefold.foreign.layout_proof import LayoutProof, changes, failure
-from fivefold.foreign.measurement import Device
+from fivefold.foreign.layout_proof import LayoutProof, Outcome, changes, failure, failures, stated_outcome
+from fivefold.foreign.measurement import SEEDS, Device
 from fivefold.render.blocks import Block, Cell, Result, Table, Text
 from fivefold.support.errors import UserError
-from fivefold.support.text import counted
+from fivefold.support.ranges import STEPS, checked, within
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class RepeatedCertificate(Result):
     now: Certificate
 
     @property
-    def rows(self) -> list[tuple[Layout, bool, LayoutProof, list[str]]]:
-        return [(row["layout"], bool(row["passed"]), proof, changes(row, proof))
+    def rows(self) -> list[tuple[Layout, Outcome, LayoutProof, list[str]]]:
+        return [(row["layout"], stated_outcome(row), proof, changes(row, proof))
                 for row, proof in zip(self.stated["layouts"], self.now.proofs, strict=True)]  # fmt: skip
 
     @property
@@ -61,13 +61,9 @@ class RepeatedCertificate(Result):
     def verdict(self) -> str:
         if not self.holds:
             return "the certificate does not hold"
-        failed = sum(not proof.passed for proof in self.now.proofs)
-        if not failed:
+        if all(proof.passed for proof in self.now.proofs):
             return "the certificate holds"
-        all_of_them = counted(len(self.now.proofs), "layout")
-        return (
-            f"the certificate holds, and is one of a failure: {failed} of {all_of_them} still differ from one process"
-        )
+        return f"the certificate holds, and is one of a failure: {failures(self.now.proofs)}"
 
     def to_dict(self) -> dict[str, Any]:
         changed = [{"layout": layout, "changes": found} for layout, _, _, found in self.rows if found]
@@ -77,9 +73,8 @@ class RepeatedCertificate(Result):
 
     def blocks(self) -> Iterator[Block]:
         yield Text(f"{self.now.adapter}, certified {self.stated['created']}, again:", "bold")
-        words = {True: "passed", False: "differs"}
         rows: list[list[str | Cell]] = [
-            [layout_text(layout), words[then], words[proof.passed],
+            [layout_text(layout), then, proof.outcome,
              Cell("changed", "bad") if changed else Cell("the same", "good")]
             for layout, then, proof, changed in self.rows
         ]  # fmt: skip
@@ -135,6 +130,11 @@ def _problem(body: Mapping[str, Any]) -> str:
         return "has a layout without its settings"
     if not all(isinstance(row.get("passed"), bool) for row in rows):
         return "has a layout without its outcome"
+    for key, limits in (("steps", within(1, STEPS)), ("seed", within(0, SEEDS))):
+        try:
+            checked(key, body[key], limits)
+        except UserError as error:
+            return f"says something odd: {error}"
     if not adapter.isprintable() or len(adapter) > _LONGEST:
         return "has no name of an adapter"
     if not all(isinstance(value, str) and _SHA256.fullmatch(value) for value in _digests(body)):

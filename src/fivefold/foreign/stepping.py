@@ -1,22 +1,25 @@
 """One run of an adapter in a rank: start, step, and read what came out as plain arrays."""
 
+import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fivefold.foreign import numbering
 from fivefold.foreign.adapter import Adapter, AdapterFile, Layout, layout_text
 from fivefold.foreign.dropout import still
-from fivefold.foreign.measurement import SEED, Observation, RankValues, Settings, Values
+from fivefold.foreign.measurement import SEED, Numbers, Observation, RankValues, Settings, Values, joined
 from fivefold.foreign.watch import watching
 from fivefold.job.config import TrainConfig
 from fivefold.launch.device import choose_backend, choose_device
 from fivefold.launch.processes import Rank
 from fivefold.support.errors import UserError
 
+_SECOND_GROUP = "initialize the default process group twice"  # torch's words
 DEVICE = "FIVEFOLD_DEVICE"  # what an adapter may read while it is imported
 
 
@@ -54,7 +57,14 @@ def build(adapter: Adapter, layout: Layout, settings: Settings) -> Any:
     """A new model, whose random numbers are those of every other: what build draws and load does not replace, as
     buffers, is the same each time."""
     torch.manual_seed(settings.seed)
-    return adapter.build(layout, settings.device)
+    try:
+        return adapter.build(layout, settings.device)
+    except ValueError as error:
+        if _SECOND_GROUP not in str(error):
+            raise
+        raise UserError(
+            "build() calls init_process_group; leave it out: the process group is up", "adapter.build"
+        ) from error
 
 
 def _on_cpu(adapter: Adapter, model: Any) -> str:
@@ -62,34 +72,80 @@ def _on_cpu(adapter: Adapter, model: Any) -> str:
 
 
 def run(
-    adapter: Adapter, model: Any, settings: Settings, rank: int, numbers: Mapping[str, Any], another_seed: int = 0
+    adapter: Adapter, model: Any, settings: Settings, rank: int, numbers: Mapping[str, Numbers], another_seed: int = 0
 ) -> RankValues:
     """All steps, from the weights that were loaded. The seed is that of dropout alone: data and weights have theirs."""
-    losses, norms, gradients, parameters = [], [], [], []
+    return joined([*stepped(adapter, model, settings, rank, numbers, another_seed)])
+
+
+def stepped(
+    adapter: Adapter, model: Any, settings: Settings, rank: int, numbers: Mapping[str, Numbers], another_seed: int = 0
+) -> Iterator[RankValues]:
+    """The same in parts, each as soon as it is measured, as what follows may fail: a step, and its update."""
     seed = settings.seed + another_seed
     trace = Observation() if settings.watch else None
     for step in range(settings.steps):
         batch = batch_of(adapter, step, settings)
+        batches = [batch_digest(batch)]
         watched = trace if step == 0 else None
         with still(settings.still):
             if watched is not None:  # what the first step sets up, as a pipeline tries shapes, is not to be seen
                 torch.manual_seed(seed + step)
-                adapter.step(model, batch)
+                stepping(adapter, model, batch)
             torch.manual_seed(seed + step)
             clear(adapter, model)
             with watching(adapter, model, watched):
-                result = adapter.step(model, batch)
-        losses.append(number(result, "loss"))
-        gradients.append(gradients_of(adapter, model))
-        norms.append(None if adapter.update is None else number(adapter.update(model), "grad_norm"))
-        parameters.append({name: _flat(parameter.detach()) for name, parameter in adapter.named(model).items()})
-    return RankValues(rank, numbers, losses, norms, gradients, parameters, trace)
+                result = stepping(adapter, model, batch)
+        of_numbers = numbers if step == 0 else {}
+        losses, gradients = [number(result, "loss")], [gradients_of(adapter, model)]
+        yield RankValues(rank, of_numbers, losses, [], gradients, [], watched, batches)
+        norm = None if adapter.update is None else number(adapter.update(model), "grad_norm", "update")
+        parameters = {name: _flat(parameter.detach()) for name, parameter in adapter.named(model).items()}
+        yield RankValues(rank, {}, [], [norm], [], [parameters])
+
+
+def stepping(adapter: Adapter, model: Any, batch: Any) -> Any:
+    """One step, which should return."""
+    try:
+        return adapter.step(model, batch)
+    except SystemExit as error:
+        raise UserError(
+            f"step() ended its process, by sys.exit({error.code}); it should return", "adapter.step"
+        ) from None
 
 
 def batch_of(adapter: Adapter, step: int, settings: Settings) -> Any:
     """The global batch of a step, on the device. Another seed begins with another batch of the adapter's."""
     torch.manual_seed(settings.seed + step)
     return placed(adapter.batch(step + abs(settings.seed - SEED) * settings.steps), settings.device)
+
+
+def batch_digest(batch: Any) -> str:
+    """Of what is in a batch; of an object that is no tensor, container or plain value, its type."""
+    found = hashlib.sha256()
+    for part in _parts_of(batch):
+        found.update(part)
+    return found.hexdigest()
+
+
+def _parts_of(batch: Any) -> Iterator[bytes]:
+    if isinstance(batch, Tensor) and batch.layout == torch.strided:
+        whole = batch.detach().cpu().contiguous()
+        yield f"{whole.dtype} {tuple(whole.shape)}".encode()
+        yield whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b""
+    elif isinstance(batch, np.ndarray) and batch.dtype != object:
+        yield f"{batch.dtype} {batch.shape}".encode() + batch.tobytes()
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield repr(key).encode()
+            yield from _parts_of(value)
+    elif isinstance(batch, list | tuple):
+        yield f"{len(batch)}".encode()
+        for value in batch:
+            yield from _parts_of(value)
+    else:
+        plain = batch is None or isinstance(batch, int | float | str | bytes)
+        yield (repr(batch) if plain else type(batch).__name__).encode()
 
 
 def placed(batch: Any, device: str) -> Any:
@@ -128,7 +184,7 @@ def _flat(tensor: Tensor) -> Values:
     return values
 
 
-def number(result: Any, key: str) -> float | None:
+def number(result: Any, key: str, of: str = "step") -> float | None:
     """`result[key]` of what a step returned, as a number; a step may return the loss itself. A DTensor, which may be a
     rank's summand of it, is put together."""
     if isinstance(result, Mapping):
@@ -138,6 +194,14 @@ def number(result: Any, key: str) -> float | None:
     if hasattr(result, "full_tensor"):
         result = result.detach().full_tensor()
     if isinstance(result, Tensor) and result.numel() != 1:
-        gave = f"step() returned a {key} of shape {tuple(result.shape)}; it should be one number"
+        gave = f"{of}() returned a {key} of shape {tuple(result.shape)}; it should be one number"
         raise UserError(gave, "adapter.step")
-    return float(result)
+    try:
+        return float(result)
+    except (TypeError, ValueError):
+        gave = f"{of}() returned {_described(result)} as {key}; it should return {{'{key}': a number}}"
+        raise UserError(gave, "adapter.step") from None
+
+
+def _described(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else f"a {type(value).__name__}"

@@ -309,6 +309,8 @@ def _end_with_the_launcher() -> None:
 
 
 _STARTING = Lock()  # threads may call, and `start` hides the caller's script from multiprocessing for a moment
+_THREADS = "OMP_NUM_THREADS"
+_allowed: int | None = None
 _GRACE = 1.0  # seconds that the other ranks have after a first failure, to report theirs
 
 
@@ -350,8 +352,8 @@ def run(
     seconds("timeout", timeout)
     if absent("torch"):  # raised here, once, and not by each rank
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
-    threads = max(1, cores() // world)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    threads = max(1, min(cores() // world, _threads_of_user()))
+    os.environ.setdefault(_THREADS, str(threads))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the other ranks
     keep_freed_memory()
     env = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads), **os.environ}  # how many processes each rank compiles with
@@ -360,6 +362,15 @@ def run(
         cause = min(ends, key=lambda end: end.blame).value
         raise cause if isinstance(cause, UserError) else RankError(ends, timeout)
     return [end.value for end in ends]
+
+
+def _threads_of_user() -> int:
+    """How many threads whoever started this process allows; `run` itself sets the same variable in its first call."""
+    global _allowed
+    if _allowed is None:
+        given = os.environ.get(_THREADS, "").partition(",")[0].strip()  # a list has a number for each nested level
+        _allowed = int(given) if given.isdecimal() and int(given) else cores()
+    return _allowed
 
 
 def call(

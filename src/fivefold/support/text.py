@@ -28,6 +28,12 @@ def either(values: Sequence[object]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first of many names: 'a, b, c and 4 more'."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 def si(value: float, digits: int = 3) -> str:
     """8030261248 -> '8.03B': decimal prefixes, for parameters, tokens and FLOPs."""
     for size, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
