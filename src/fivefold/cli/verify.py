@@ -70,7 +70,7 @@ _Output = Annotated[
 _Timeout = Annotated[
     float | None,
     typer.Option(
-        help="Seconds for one layout, 120, or 300 with --adapter; with --curve for each of three runs, 3600.",
+        help="Seconds for one layout, 120; with --adapter for each of its steps, 300; with --curve for each run, 3600.",
         show_default=False,
     ),
 ]
