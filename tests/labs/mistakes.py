@@ -27,7 +27,7 @@ LINEAR = _of(
     ("no sum backward", [("        g = g.clone()\n        dist.all_reduce(g, group=ctx.group)\n", "")],
      ["1 of 5 gradients (x)", "a missing SUM", "has to sum them over tp in backward"]),
     ("the sum's backward sums, too", [("    def backward(ctx, g):\n        return g, None",
-      "    def backward(ctx, g):\n        g = g.clone()\n        dist.all_reduce(g, group=ctx.group)\n        return g, None")],
+      "    def backward(ctx, g):\n        g = g.clone()\n        dist.all_reduce(g)\n        return g, None")],
      ["exactly x 2 = tp", "the gradient of a sum is a copy"]),
     ("the bias on every rank", [("linear(x, self.weight), self.group) + self.bias",
                                  "linear(x, self.weight, self.bias), self.group)")],
@@ -48,22 +48,18 @@ ATTENTION = _of(
     ("no sum after o", [("return Sum.apply(F.linear(mixed, self.o), self.group)", "return F.linear(mixed, self.o)")],
      ["the output of the layer is in parts", "are to be summed over tp"]),
     ("the input's gradient stays in parts", [("        x = Copy.apply(x, self.group)\n", "")],
-     ["gradients (x)", "a missing SUM", "sum it in backward"]),
+     ["gradients (x)", "a missing SUM", "sum it over tp in backward"]),
     ("a shared kv head's gradient stays in parts",
      [("        if self.sharing is not None:\n            k, v = Copy.apply(k, self.sharing), Copy.apply(v, self.sharing)\n", "")],
      ["a missing SUM", "ranks that share a kv head"]),
-    ("the wrong kv head", [("[head // shared - kv[0] for head in own]", "[head % len(kv) for head in own]")],
+    ("the wrong kv head", [("[head // shared - kv[0] for head in own]", "[len(kv) - 1 for head in own]")],
      ["what the heads give", "which kv head each query head uses"]),
     ("no causal mask", [("scores.masked_fill(~seen, float(\"-inf\")).softmax(-1)", "scores.softmax(-1)")],
      ["what the heads give", "look at the mask"]),
     ("no scale", [(" * self.d**-0.5", "")], ["what the heads give", "at the scale"]),
     ("the gradient of a sum is summed", [("    def backward(ctx, gradient):\n        return gradient, None",
-      "    def backward(ctx, gradient):\n" + _COPY + "        return gradient, None")], ["exactly x 2 = tp"]),
+      "    def backward(ctx, gradient):\n        gradient = gradient.clone()\n        dist.all_reduce(gradient)\n        return gradient, None")], ["exactly x 2 = tp"]),
     ("o by rows", [("o[:, rows]", "o[rows]")], ["(attention.py, line"]),
-    ("groups that only their own ranks make",
-     [("            made = dist.new_group(ranks) if sharing > 1 else None\n",
-       "            made = dist.new_group(ranks) if sharing > 1 and rank in ranks and first == 0 else None\n")],
-     ["shared"]),
 )  # fmt: skip
 SEQUENCE = _of(
     "sequence",
@@ -103,7 +99,7 @@ DATA_PARALLEL = _of(
 )  # fmt: skip
 ZERO = _of(
     "zero",
-    ("a sum", [("    return own[: end - first] / ranks", "    return own[: end - first]")], ["x 2 = dp"]),
+    ("a sum", [("    return own[: end - first] / ranks", "    return own[: end - first]")], ["parameters move x 2"]),
     ("the whole state on every rank", [("self.optimizer = torch.optim.SGD([self.shard], lr=lr, momentum=momentum)",
       "self.optimizer = torch.optim.SGD([self.shard], lr=lr, momentum=momentum)\n        self.optimizer.state[parameters[0]] = {'m': flat.clone()}")],
      ["give it the shard alone"]),
@@ -156,4 +152,34 @@ EXPERTS = _of(
     ("all tokens to all", [("        scores, chosen", "        everywhere = [torch.empty(10, 6, dtype=x.dtype) for _ in range(dist.get_world_size(self.group))]\n        dist.all_gather(everywhere, torch.zeros(10, 6, dtype=x.dtype), group=self.group)\n        scores, chosen")], ["a token is needed on the ranks of its 2 experts alone"]),
     ("gradients reduced again", [("        self.down = nn.Parameter(down.chunk(ranks)[rank].clone())", "        self.down = nn.Parameter(down.chunk(ranks)[rank].clone())\n        self.down.register_hook(lambda gradient: gradient / ranks)")], ["exactly x 0.5", "is whole"]),
 )  # fmt: skip
-MISTAKES = [*LINEAR, *ATTENTION, *SEQUENCE, *DATA_PARALLEL, *ZERO, *PIPELINE, *RING, *EXPERTS]
+SCHEDULE = _of(
+    "schedule",
+    ("a W that is missing", [(" W0.7\n", "\n")], ["W0.7"]),
+    ("an I that is missing", [(" I0.6", "")], ["I0.6"]),
+    ("a W before its I", [("I0.0 RECV_G0.1 W0.0", "W0.0 RECV_G0.1 I0.0")], ["0.0"]),
+    ("twice", [("W0.1 RECV_G0.2", "W0.1 W0.1 RECV_G0.2")], ["W0.1"]),
+    ("a gradient that is not sent", [("I1.0 SEND_G1.0", "I1.0")], ["G"]),
+    ("a stage of another rank", [("F0.6 SEND_A0.6 I0.3", "F1.6 SEND_A0.6 I0.3")], ["F1.6"]),
+    ("no such action", [("W0.3\n", "X0.3\n")], ["X0.3"]),
+    ("fewer microbatches", [("microbatches 8", "microbatches 7")], ["7"]),
+    ("more memory than it promises", [("peak 4 4 4 4", "peak 3 4 4 4")], ["3"]),
+    ("no buffers", [("buffers 2", "buffers 0")], ["buffers"]),
+)  # fmt: skip
+_BEST = "dp=128,zero=3,microbatches=2,recompute=full"
+DECISION = _of(
+    "decision",
+    ("nothing is sharded", [("zero=3", "zero=0")], ["it does not fit", "nearest: --layout"]),
+    ("tensor parallelism over nodes", [(_BEST, "dp=8,tp=16,zero=1,sp,microbatches=8,recompute=full")], ["longer than the planner's best"]),
+    ("bits for bytes", [("8.8", "70.4")], ["state_gb is 7.98 x the planner's"]),
+    ("no optimizer", [("8.8", "1.1")], ["state_gb is 0.125 x the planner's", "Adam"]),
+    ("3 N D", [("1.78e18", "0.89e18")], ["flops_per_step is 0.501 x", "6 FLOPs for each parameter"]),
+    ("of one GPU", [("1.78e18", "1.39e16")], ["flops_per_step is 0.00783 x"]),
+    ("at the peak", [("step_seconds = 32", "step_seconds = 14")], ["an MFU that you believe in"]),
+    ("sequences for tokens", [("4194304", "512")], ["tokens_per_step is 0.000122 x"]),
+    ("127 GPUs", [("dp=128", "dp=127")], ["does not divide", "there are 128"]),
+    ("another name", [("bubble", "buble")], ["bubble is not written yet", "did you mean 'bubble'"]),
+    ("no TOML", [("bubble = 0", "bubble: 0")], ["is no TOML"]),
+)  # fmt: skip
+MISTAKES = [
+    *LINEAR, *ATTENTION, *SEQUENCE, *DATA_PARALLEL, *ZERO, *PIPELINE, *SCHEDULE, *RING, *EXPERTS, *DECISION
+]  # fmt: skip

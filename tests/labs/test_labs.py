@@ -6,18 +6,21 @@ import pytest
 
 from fivefold.labs.catalogue import LABS, lab_in, start_lab
 from fivefold.labs.checking import LabCheck, check_lab
-from fivefold.labs.lab import Lab
+from fivefold.labs.lab import FileVerdict, Lab
 from tests.labs.mistakes import MISTAKES, Mistake
 from tests.refusals import refusal
 
 SOLUTIONS = Path(__file__).with_name("solutions")
 # Two labs in every `make test`, one mistake each; all of them in `make prove`.
-QUICK = ("linear", "attention")
+QUICK = ("linear", "attention", "schedule")
 EVERY = [pytest.param(lab, id=lab.name, marks=[pytest.mark.slow] * (lab.name not in QUICK)) for lab in LABS]
 FIRST = {lab: next(mistake for mistake in MISTAKES if mistake.lab == lab) for lab in QUICK}
 
 
-def said(found: LabCheck) -> str:
+def said(found: LabCheck | FileVerdict) -> str:
+    """All problems, line by line."""
+    if isinstance(found, FileVerdict):
+        return "\n".join(found.problems)
     return "\n".join(problem for outcome in found.outcomes for problem in outcome.problems)
 
 
@@ -26,15 +29,17 @@ def test_the_starter_says_what_is_not_written(lab: Lab, tmp_path: Path) -> None:
     start_lab(lab.name, tmp_path / "mine")
     found = check_lab(tmp_path / "mine")
     assert not found.ok
-    assert f"({lab.file}, line" in said(found)
-    assert "is not written yet" in said(found)
+    if isinstance(found, LabCheck):
+        assert f"({lab.file}, line" in said(found)
+    assert "is not written yet" in said(found) or (lab.name == "schedule" and "it takes 33, and 1F1B 33" in said(found))
 
 
 @pytest.mark.parametrize("lab", EVERY)
 def test_the_solution_is_one_process_and_sends_no_more_than_it_must(lab: Lab) -> None:
     found = check_lab(SOLUTIONS / lab.file)
     assert found.ok, str(found)
-    assert len(found.outcomes) == sum(len(case.layouts) for case in lab.cases)
+    if isinstance(found, LabCheck):
+        assert len(found.outcomes) == sum(len(case.layouts) for case in lab.cases)
 
 
 @pytest.mark.parametrize("mistake", [
@@ -48,7 +53,7 @@ def test_a_mistake_is_named(mistake: Mistake, tmp_path: Path) -> None:
         assert old in text
         text = text.replace(old, new, 1)
     (tmp_path / lab.file).write_text(text)
-    found = check_lab(tmp_path, timeout=15.0)
+    found = check_lab(tmp_path, timeout=20.0)
     assert not found.ok
     for words in mistake.words:
         assert words in said(found)

@@ -29,6 +29,7 @@ from fivefold.bench.harness import Machine, RoundTimes, RowsResult
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import accelerators
 from fivefold.labs.catalogue import StartedLab, lab_of, labs
+from fivefold.labs.lab import FileVerdict
 from fivefold.layout.layout import Layout
 from fivefold.planner import mixed_compare as mixed
 from fivefold.planner.context import context, lengths
@@ -159,6 +160,9 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "StartedLab": lambda: StartedLab(lab_of("linear"), (Path("my-lab/README.md"), Path("my-lab/linear.py"))),
     "LabCheck": by_hand.lab_check,
     "LabBench": by_hand.lab_bench,
+    "FileVerdict": lambda: FileVerdict(
+        "schedule", "A schedule", ["schedule", ">makespan"], [["yours", "33"]], ["it takes 33"]
+    ),
     "Certificate": by_hand.certificate,
     "RepeatedCertificate": by_hand.repeated_certificate,
     "DrawResult": lambda: ff.draw("1f1b", "zb-v", pp=4, microbatches=8),

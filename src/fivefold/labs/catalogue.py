@@ -7,18 +7,20 @@ from typing import Any
 
 from fivefold.labs.attention.lab import LAB as ATTENTION
 from fivefold.labs.data_parallel.lab import LAB as DATA_PARALLEL
+from fivefold.labs.decision.lab import LAB as DECISION
 from fivefold.labs.experts.lab import LAB as EXPERTS
 from fivefold.labs.lab import Lab
 from fivefold.labs.linear.lab import LAB as LINEAR
 from fivefold.labs.pipeline.lab import LAB as PIPELINE
 from fivefold.labs.ring.lab import LAB as RING
+from fivefold.labs.schedule.lab import LAB as SCHEDULE
 from fivefold.labs.sequence.lab import LAB as SEQUENCE
 from fivefold.labs.zero.lab import LAB as ZERO
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.support.errors import UserError
 from fivefold.support.text import did_you_mean
 
-LABS: tuple[Lab, ...] = (LINEAR, ATTENTION, SEQUENCE, DATA_PARALLEL, ZERO, PIPELINE, RING, EXPERTS)
+LABS: tuple[Lab, ...] = (LINEAR, ATTENTION, SEQUENCE, DATA_PARALLEL, ZERO, PIPELINE, SCHEDULE, RING, EXPERTS, DECISION)
 
 
 def lab_of(name: str) -> Lab:
@@ -82,7 +84,7 @@ class StartedLab(Result):
 def start_lab(name: str, folder: Path) -> StartedLab:
     """Write a lab's statement and starter into a directory; nothing that lies there is replaced."""
     lab = lab_of(name)
-    places = {"README.md": folder / "README.md", "starter.py": folder / lab.file}
+    places = {"README.md": folder / "README.md", f"starter{lab.suffix}": folder / lab.file}
     if there := [path for path in places.values() if path.exists()]:
         raise UserError(f"{there[0]} is there already; name another directory", "lab.exists")
     folder.mkdir(parents=True, exist_ok=True)

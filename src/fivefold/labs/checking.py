@@ -18,7 +18,7 @@ from fivefold.foreign.adapter import layout_text
 from fivefold.foreign.layout_proof import LayoutProof
 from fivefold.foreign.verify import verify_adapter
 from fivefold.labs.catalogue import lab_in
-from fivefold.labs.lab import Case, Lab
+from fivefold.labs.lab import Case, FileVerdict, Lab
 from fivefold.labs.messages import ANSWER, FOLDER, LabMessage, busiest, read, stuck, sums, told, wire_of
 from fivefold.labs.probes import differences
 from fivefold.render.blocks import Block, Result, Table, Text, mark
@@ -83,12 +83,14 @@ class LabCheck(Result):
 def check_lab(
     answer: str | Path, *, timeout: float = TIMEOUT,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
-) -> LabCheck:  # fmt: skip
+) -> LabCheck | FileVerdict:  # fmt: skip
     """Hold a student's answer to a lab against one process, in every layout of the lab.
 
     `answer` is the file, or the directory that `fivefold lab start` wrote; `timeout` is each layout's, in seconds.
     """
     lab, file = lab_in(Path(answer))
+    if lab.read is not None:
+        return lab.read(lab, file)
     total = sum(len(case.layouts) for case in lab.cases)
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="fivefold-lab-") as home:
@@ -126,7 +128,7 @@ def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
     elif not proof.passed:
         problems = on_the_way or _causes(lab, proof)
     else:
-        problems = _too_much(sent, case.needs(layout) if case.needs else None)
+        problems = on_the_way or _too_much(sent, case.needs(layout) if case.needs else None)
         if case.judge and (text := case.judge(messages)):
             problems.append(text)
     return Outcome(case, proof, tuple(problems), sent)

@@ -1,12 +1,13 @@
 """What a lab is: cases, what each of them has to send, and what its differences mean."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fivefold.labs.messages import LabMessage
+from fivefold.render.blocks import Block, Result, Row, Table, Text
 
 HOME = Path(__file__).parent
 F64 = 8  # bytes of an element: checks compute in float64
@@ -31,14 +32,53 @@ class Hint(NamedTuple):
 
 
 @dataclass(frozen=True)
+class FileVerdict(Result):
+    """What is said of an answer that is read and not run."""
+
+    name: str
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Row]
+    problems: Sequence[str]
+
+    @property
+    def ok(self) -> bool:  # type: ignore[override]
+        return not self.problems
+
+    @property
+    def summary(self) -> str:
+        return f"{self.name} is {'solved' if self.ok else 'not right yet'}"
+
+    def to_dict(self) -> dict[str, Any]:
+        heads = [head.lstrip("~>") for head in self.heads]
+        rows = [dict(zip(heads, row, strict=True)) for row in self.rows]
+        return {
+            "lab": self.name,
+            "passed": self.ok,
+            "summary": self.summary,
+            "problems": [*self.problems],
+            "rows": rows,
+        }
+
+    def blocks(self) -> Iterator[Block]:
+        if self.rows:
+            yield Table(self.heads, self.rows, title=self.title)
+        for problem in self.problems:
+            yield Text(problem, "bad")
+        yield Text(self.summary, "good" if self.ok else "bad")
+
+
+@dataclass(frozen=True)
 class Lab:
     name: str
     title: str
     teaches: str
-    cases: tuple[Case, ...]
+    cases: tuple[Case, ...] = ()
     hints: tuple[Hint, ...] = ()
     steps: int = 1
     bench: str | None = None  # the axis along which its `bench` is timed
+    suffix: str = ".py"
+    read: Callable[["Lab", Path], FileVerdict] | None = None  # of an answer that is a file to read
 
     @property
     def home(self) -> Path:
@@ -48,7 +88,7 @@ class Lab:
     @property
     def file(self) -> str:
         """The student's file."""
-        return f"{self.name}.py"
+        return f"{self.name}{self.suffix}"
 
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, "title": self.title, "teaches": self.teaches, "file": self.file}

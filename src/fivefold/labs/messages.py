@@ -24,7 +24,7 @@ class LabMessage(NamedTuple):
     peer: int | None = None  # of a send or receive
 
     def to_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in self._asdict().items() if value not in (None, 0, ())}
+        return {key: value for key, value in self._asdict().items() if value is not None}
 
     @property
     def wire(self) -> Fraction:

@@ -29,8 +29,10 @@ def differences(folder: Path, layout: Layout, world: int, probes: Mapping[str, i
         truth_file = file_of(folder, ALONE, 0, name)
         if not truth_file.exists() or not all(file.exists() for file in files):
             continue
-        truth = np.load(truth_file, allow_pickle=False)
-        ranks = [np.load(file, allow_pickle=False) for file in files]
+        try:
+            truth, *ranks = (np.load(file, allow_pickle=False) for file in (truth_file, *files))
+        except (EOFError, ValueError):  # a rank was ended while it wrote
+            continue
         if text := _shape(truth, ranks, dim) or _difference(truth, _joined(ranks, dim), layout):
             return [f"{name} {text}"]
     return []

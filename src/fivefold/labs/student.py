@@ -81,7 +81,9 @@ def probe(layout: Mapping[str, Any], name: str, tensor: Tensor) -> None:
     """Keep what is computed on the way, for the parent to compare (`probes.py`)."""
     if folder := os.environ.get(FOLDER):
         text = ",".join(f"{key}={value}" for key, value in layout.items()) or ALONE
-        np.save(file_of(Path(folder), text, dist.get_rank(), name), tensor.detach().numpy())
+        file = file_of(Path(folder), text, dist.get_rank(), name)
+        if layout or not file.exists():  # one process computes parts of the batch later, to explain a difference
+            np.save(file, tensor.detach().numpy())
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------

@@ -42,7 +42,10 @@ LAB = Lab(
             (MIXED, "differs"),
             "look at the mask, at the scale 1/sqrt(head width), and at which kv head each query head uses",
         ),
-        Hint(("(k, v", "missing SUM"), "ranks that share a kv head each have a part of its gradient: sum it over them"),
+        Hint(
+            ("attention.k", "missing SUM"),
+            "ranks that share a kv head have parts of its gradient: sum them",
+        ),
         Hint(
             ("(x)", "missing SUM"), "every rank's heads give a part of the input's gradient: sum it over tp in backward"
         ),

@@ -7,7 +7,7 @@ from fivefold.labs.lab import F64, Case, Hint, Lab
 from fivefold.labs.messages import LabMessage
 
 SAMPLES, WIDTHS = 8, (6, 10, 10, 3)  # of the batch; of the layers between which a gelu stands
-BUCKET = 400  # bytes, after which a bucket is sent
+BUCKET = 600  # bytes, after which a bucket is sent
 START = "the last layer's bias at the start"
 
 
