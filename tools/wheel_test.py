@@ -25,6 +25,7 @@ WORKS = {
     "draw": "1f1b --pp 2 --microbatches 2 --html draw.html",
     "goodput": "tiny --cluster 2xCPU --batch 8 --seq 64",
     "inspect": "run --html run.html",
+    "lab start": "schedule my-schedule",
     "launch": "layout=dp=2 --slurm --nodes 2 -o job.sbatch",
     "list accelerators": "",
     "list models": "",
@@ -44,11 +45,14 @@ NEED_TORCH = {
     "generate": "run --prompt word",
     "hf export": "run -o other",
     "hf import": "config -o other",
+    "lab bench": "my-lab",
+    "lab check": "my-lab",
     "trace": "",
     "train": "",
     "verify": "--layout dp=2",
 }
-ALSO = ("--help", "--version", "train demo --check --nproc 8", "plan examples/demo.toml --cluster 8xCPU")
+ALSO = ("--help", "--version", "train demo --check --nproc 8", "plan examples/demo.toml --cluster 8xCPU",
+        "lab start linear my-lab")  # fmt: skip
 
 RUN = "train run.dir=. run.name=run train.steps=1 train.batch=2 data.seq=16 model.layers=1 train.eval_samples=0"
 
