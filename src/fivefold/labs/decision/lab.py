@@ -16,7 +16,7 @@ _HEADS = ("quantity", ">yours", ">the planner's", ">allowed")
 _STATE = ("parameters", "gradients", "optimizer")
 
 
-class StatedNumber(NamedTuple):
+class StatedFigure(NamedTuple):
     """A number of the answer, the planner's, and how far they may be apart."""
 
     name: str
@@ -25,17 +25,17 @@ class StatedNumber(NamedTuple):
     how: str  # it follows
 
 
-def quantities(option: Mapping[str, Any], parameters: float, bubble: float) -> list[StatedNumber]:
+def quantities(option: Mapping[str, Any], parameters: float, bubble: float) -> list[StatedFigure]:
     """All that the answer states, for its own layout."""
     tokens = BATCH * SEQ
     held = sum(option["memory_by_component"].get(part, 0) for part in _STATE)
     return [
-        StatedNumber("parameters", parameters, 0.02, "12 matrices' worth of each layer, and embedding and head apart"),
-        StatedNumber("tokens_per_step", tokens, 0.0, "sequences x tokens of each"),
-        StatedNumber("flops_per_step", 6 * parameters * tokens, 0.1, "6 FLOPs for each parameter and token, and attention"),
-        StatedNumber("state_gb", held / 1e9, 0.15, "bytes of weights, gradients and Adam, by the axes that divide each"),
-        StatedNumber("bubble", bubble, 0.25, "(p - 1) / (m + p - 1) of the time, 0 without a pipeline"),
-        StatedNumber("step_seconds", option["step_seconds"], 0.3, "FLOPs / (128 x 989e12 x an MFU that you believe in)"),
+        StatedFigure("parameters", parameters, 0.02, "12 matrices' worth of each layer, and embedding and head apart"),
+        StatedFigure("tokens_per_step", tokens, 0.0, "sequences x tokens of each"),
+        StatedFigure("flops_per_step", 6 * parameters * tokens, 0.1, "6 for each parameter and token, and attention"),
+        StatedFigure("state_gb", held / 1e9, 0.15, "bytes of weights, gradients and Adam, divided by their axes"),
+        StatedFigure("bubble", bubble, 0.25, "(p - 1) / (m + p - 1) of the time, 0 without a pipeline"),
+        StatedFigure("step_seconds", option["step_seconds"], 0.3, "FLOPs / (128 x 989e12 x the MFU you expect)"),
     ]
 
 
@@ -72,7 +72,7 @@ def judge(lab: Lab, file: Path) -> FileVerdict:
     return FileVerdict(lab.name, lab.title, _HEADS, rows, problems)
 
 
-def _compared(one: StatedNumber, stated: Any) -> tuple[list[str], list[str]]:
+def _compared(one: StatedFigure, stated: Any) -> tuple[list[str], list[str]]:
     allowed = f"{one.allowed:.0%}" if one.allowed else "none"
     if isinstance(stated, bool) or not isinstance(stated, int | float) or stated < 0:
         return [one.name, "-", si(one.planned), allowed], [f"{one.name} is not written yet: {one.how}"]
