@@ -89,8 +89,8 @@ def answered_view(name: str, ask: Ask, parts: Sequence[str] | None = None) -> di
 
 def html_page(title: str, views: Sequence[dict[str, Any]], made: Mapping[str, str] | None = None) -> str:
     """The page of views from `page_view` or `answered_view`; `made` has the program, the command and the day."""
-    names = [path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.js")]
-    modules = {f"fivefold/{name}": _data_url("text/javascript", _module_text(name)) for name in sorted(names)}
+    texts = _modules(["app.js", *(f"views/{view.get('module', view['name'])}.js" for view in views)])
+    modules = {f"fivefold/{name}": _data_url("text/javascript", text) for name, text in texts.items()}
     body = (STATIC / "index.html").read_text().partition("<body>")[2]
     icon = _data_url("image/svg+xml", (STATIC / "icon.svg").read_text())
     head = _HEAD.format(
@@ -98,6 +98,17 @@ def html_page(title: str, views: Sequence[dict[str, Any]], made: Mapping[str, st
         modules=_json({"imports": modules}), payload=_json({"title": title, "made": made, "views": list(views)}),
     )  # fmt: skip
     return f"{head}<body>{body.replace('icon.svg', icon)}"
+
+
+def _modules(names: Sequence[str]) -> dict[str, str]:
+    """The texts of modules and of all that they import."""
+    texts: dict[str, str] = {}
+    left = list(names)
+    while left:
+        if (name := left.pop()) not in texts and (STATIC / name).is_file():
+            texts[name] = _module_text(name)
+            left += re.findall(r'^import .*?from "fivefold/([^"]+)";$', texts[name], re.M)
+    return dict(sorted(texts.items()))
 
 
 def _module_text(name: str) -> str:
