@@ -19,6 +19,7 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 
 from website import reference, widgets
+from website.nav import whole
 from website.pages import FILES, OUTSIDE, ROOT, is_outside, links, read, repository_path, site_path, slug, sources
 
 STATIC = Path(__file__).parent / "static"
@@ -31,37 +32,13 @@ _origin: dict[str, str] = {}  # the path in the repository, by the path on the s
 
 def on_config(config: Any) -> Any:
     config.mdx_configs.setdefault("toc", {})["slugify"] = slug
-    config.nav = _whole(config.nav)
+    config.nav = whole(config.nav, _generated)
     return config
 
 
-def _whole(nav: list[Any]) -> list[Any]:
-    """The navigation with all pages of a folder in place of `FOLDER/*`, and without sections that are empty."""
-    found: list[Any] = []
-    for item in nav:
-        if isinstance(item, dict):
-            ((title, inside),) = item.items()
-            inner = _whole(inside) if isinstance(inside, list) else inside
-            found += [{title: inner}] if inner else []
-        elif item.endswith("/*"):
-            found += pages_in(item.removesuffix("/*"))
-        else:
-            found.append(item)
-    return found
-
-
-def pages_in(folder: str) -> list[str]:
-    """The pages of a folder: generated ones, or the index and those that it names, in its order."""
-    generated = [path for path in _reference() if posixpath.dirname(path) == folder]
-    if generated:
-        return sorted(generated, key=lambda path: (not path.endswith("/index.md"), path))
-    index = f"docs/{folder}/index.md"
-    if not (ROOT / index).is_file():
-        return []
-    targets = [link.target for link in links(read(index)) if not is_outside(link.target)]
-    named = [site_path(repository_path(index, target)) for target in targets]
-    inside = [path for path in named if posixpath.dirname(path) == folder and path.endswith(".md")]
-    return list(dict.fromkeys([f"{folder}/index.md", *inside]))
+def _generated(folder: str) -> list[str]:
+    """The reference pages of a folder, whose index stands elsewhere in the navigation."""
+    return [path for path in _reference() if posixpath.dirname(path) == folder and not path.endswith("/index.md")]
 
 
 @cache
@@ -116,7 +93,7 @@ def _mathml(text: str, place: str) -> str:
 
 
 def _with_site_links(text: str, path: str, place: str) -> str:
-    """A page's text, whose links lead to where the site has the files."""
+    """A page's text, whose links lead to where the site has the files, and say a page's title instead of its file."""
     for link in reversed(links(text)):
         if is_outside(link.target) or link.target.startswith("#"):
             continue
@@ -124,7 +101,17 @@ def _with_site_links(text: str, path: str, place: str) -> str:
         there = site_path(repository_path(path, link.target))
         target = posixpath.relpath(there, posixpath.dirname(place)) + (f"#{anchor}" if anchor else "")
         text = text[: link.start] + target + text[link.end :]
+        named = re.search(r"\[(?:docs/)?[\w-]+\.md\]\($", text[: link.start])
+        if named and (title := _title(repository_path(path, link.target))):
+            text = f"{text[: named.start()]}[{title}]({text[link.start :]}"
     return text
+
+
+@cache
+def _title(path: str) -> str:
+    """The heading of a page."""
+    found = re.match(r"# (.+)", read(path)) if path.endswith(".md") else None
+    return found[1] if found else ""
 
 
 def _linked(texts: dict[str, str]) -> dict[str, str]:

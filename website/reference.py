@@ -34,6 +34,10 @@ from fivefold.spec import presets
 from fivefold.support.plugins import Sections
 
 SECTIONS: dict[str, Sections[Any]] = {"optimizer": OPTIMIZERS, "loss": LOSSES, "data": DATA_SOURCES}
+OF_MODELS = {
+    "model.preset": "the name of a built-in model, of which the settings below are changes: `model=llama3-8b`",
+    "model.config": "a Hugging Face config.json or its directory, in place of a preset",
+}
 HUGE = 10**8  # an upper end from here on is no limit that anybody meets
 PP, MICROBATCHES = 4, 8  # of the pictures of schedules
 
@@ -368,11 +372,20 @@ def _settings() -> str:
         "has to be given, or comes with the model's preset.\n\n"
     )
     for field in msgspec.structs.fields(Job):
-        text += f"## {field.name}\n\n"
+        text += f"## {field.name}\n\n{_which(field.name)}"
         for name, kind in _choices(SECTIONS.get(field.name), field.type):
             heading = f"### {field.name}: {name}\n\n" if name else ""
             text += f"{heading}{_told(kind.__doc__ if _documented(kind) else '')}{_setting_rows(field.name, kind)}"
     return text
+
+
+def _which(section: str) -> str:
+    """The settings that say which other ones there are."""
+    lines = [[code(setting), code("text"), "", said] for setting, said in OF_MODELS.items() if section == "model"]
+    if chosen := SECTIONS.get(section):
+        names = " | ".join((*chosen.table, "package.module:Name"))
+        lines.append([code(chosen.setting), code(names), code(f'"{next(iter(chosen.table))}"'), "which one"])
+    return rows(["setting", "value", "default", "what it is"], lines) if lines else ""
 
 
 def _choices(sections: Sections[Any] | None, kind: Any) -> list[tuple[str, type]]:
@@ -384,7 +397,9 @@ def _choices(sections: Sections[Any] | None, kind: Any) -> list[tuple[str, type]
 
 def _setting_rows(section: str, kind: type[msgspec.Struct]) -> str:
     comments = field_comments(kind)
-    lines, inner = [], ""
+    lines, inner = list[list[str]](), ""
+    if key := kind.__struct_config__.tag_field if section.count(".") else None:
+        lines.append([code(f"{section}.{key}"), code(kind.__struct_config__.tag), "", "which table this is"])
     for field in msgspec.structs.fields(kind):
         default = field.default if field.default is not msgspec.NODEFAULT else None
         given = field.default is not msgspec.NODEFAULT or field.default_factory is not msgspec.NODEFAULT
