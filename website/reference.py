@@ -45,7 +45,7 @@ PP, MICROBATCHES = 4, 8  # of the pictures of schedules
 def pages() -> dict[str, str]:
     """All reference pages, by their path within MkDocs' sources."""
     made = {f"reference/cli/{name}.md": text for name, text in _commands()}
-    made["reference/cli/index.md"] = _command_list()
+    made["reference/commands.md"] = _command_list()
     made["reference/python.md"] = _python()
     made["reference/settings.md"] = _settings()
     made["reference/models.md"] = _models()
@@ -122,7 +122,7 @@ def _command_list() -> str:
     for path, command in tree():
         says, _, example = plain(command.short_help).partition("  ")
         if not getattr(command, "commands", {}):
-            place = f"{path[0]}.md" + (f"#fivefold-{'-'.join(path)}" if len(path) > 1 else "")
+            place = f"cli/{path[0]}.md" + (f"#fivefold-{'-'.join(path)}" if len(path) > 1 else "")
             lines.append([f"[{code(' '.join(path))}]({place})", cell(says), code(example)])
     return (
         "# Commands\n\nEvery command has `--help`. In all of them `--json` prints JSON, `--output` (`-o`) names the "

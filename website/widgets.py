@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli import app
 from fivefold.support.errors import UserError
+from website.pages import prose
 
 FOLDER = "widgets"
 COMMANDS = ("draw", "plan")  # which need no ranks, and nothing of this machine
@@ -58,7 +59,8 @@ def widget_of(line: str) -> Widget:
 
 
 def widgets(text: str) -> list[Widget]:
-    return [widget_of(line) for line in _LINE.findall(text)]
+    """Those that a page asks for, but not in its code."""
+    return [widget_of(line) for line in _LINE.findall(prose(text))]
 
 
 def made(widget: Widget) -> str:
@@ -79,7 +81,9 @@ def made(widget: Widget) -> str:
 
 def embedded(text: str, to_root: str) -> str:
     """The Markdown with a frame for each widget. `to_root` leads from the page to the site's root."""
-    return _LINE.sub(lambda match: _frame(widget_of(match[1]), to_root), text)
+    for match in reversed([*_LINE.finditer(prose(text))]):
+        text = text[: match.start()] + _frame(widget_of(match[1]), to_root) + text[match.end() :]
+    return text
 
 
 def _frame(widget: Widget, to_root: str) -> str:

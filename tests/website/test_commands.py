@@ -137,7 +137,8 @@ def test_every_command_of_a_page_runs(page: str, workplace: Path) -> None:
     for words in lines(page, cheap=False):
         line = " ".join(words)
         more = next((given for name, given in SMALLER.items() if line.startswith(name) and given), [])
-        words = [word for word in words if word != "..."]
+        ranks = words[words.index("--nproc") + 1] if "--nproc" in words and "layout" not in line else ""
+        words = [*(word for word in words if word != "..."), *([f"layout=dp={ranks}"] if ranks else [])]
         done = real.fivefold(*words, *more, cwd=workplace, timeout=600)
         wanted = 2 if line in refused(page) else 0
         assert done.returncode == wanted, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"

@@ -33,7 +33,7 @@ def test_every_command_has_its_options() -> None:
         for option in command.params if not getattr(command, "commands", {}) else []:
             names = option.opts if option.param_type_name == "option" else [option.metavar or option.name.upper()]
             assert all(f"<code>{name}</code>" in section for name in names), (path, names)
-        assert len(path) > 1 or f"({path[0]}.md" in page("cli/index")
+        assert len(path) > 1 or f"(cli/{path[0]}.md" in page("commands")
 
 
 def test_every_public_name_is_explained() -> None:

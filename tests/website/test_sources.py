@@ -40,6 +40,12 @@ def test_every_link_and_anchor_of_a_page_exists(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_every_fence_is_closed(page: str) -> None:
+    """Else commands and links would be looked for in the wrong half of a page."""
+    assert not re.findall(r"^ *```", prose(read(page)), re.M)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_a_page_can_be_typed(page: str) -> None:
     """As the command line itself reads it, without running it; and every widget's is one that makes a page."""
     for words in commands(read(page)):

@@ -6,7 +6,7 @@ const tell = target => target.postMessage({ fivefold: { theme: theme() } }, "*")
 addEventListener("message", event => {
   const frame = [...frames()].find(one => one.contentWindow === event.source), height = Number(event.data?.fivefold?.height);
   if (!frame || !Number.isFinite(height)) return;
-  if (height > 0) frame.height = Math.min(4000, Math.ceil(height));
+  if (height > 0) frame.height = Math.min(760, Math.ceil(height) + 2);  // what is higher scrolls
   tell(event.source);
 });
 new MutationObserver(() => frames().forEach(one => tell(one.contentWindow)))

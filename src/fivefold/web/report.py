@@ -60,10 +60,13 @@ _HEAD = """<!doctype html>
 """
 
 
-def page_view(name: str | View, payload: Any, parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A view with its payload and its parts, as the page reads it."""
+def page_view(
+    name: str | View, payload: Any, parts: Mapping[str, Any] | None = None, held: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """A view with its payload and its parts, as the page reads it; `held` has answers to other questions."""
     view = name if isinstance(name, View) else view_of(name)
-    return {
+    more = {"held": held} if held else {}
+    return more | {
         "name": view.name,
         "title": view.title,
         "says": view.description,
@@ -322,10 +325,10 @@ def _plan_views(result: PlanResult) -> tuple[str, list[dict[str, Any]]]:
     """The plan; the mesh of its layout, if it has not too many ranks; and the schedule, if it has a pipeline."""
     from fivefold.planner.mesh import MAX_RANKS
     from fivefold.web.mesh import placed
-    from fivefold.web.plan import planned
+    from fivefold.web.plan import others, planned
     from fivefold.web.schedule import stepped
 
-    option, views = result.explained, [page_view("plan", *planned(result))]
+    option, views = result.explained, [page_view("plan", *planned(result), others(result))]
     if option.layout.world <= MAX_RANKS:
         views.append(page_view("mesh", *placed(option.workload, result.workload.software.name)))
     simulation = option.estimate.simulation
@@ -335,13 +338,13 @@ def _plan_views(result: PlanResult) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _draw_views(result: DrawResult) -> tuple[str, list[dict[str, Any]]]:
-    from fivefold.web.schedule import drawn
+    from fivefold.web.schedule import drawn, others
 
     first, views = result.simulations[0].schedule, drawn(result)
     names = [name for name, _, _ in views]
     title = f"{', '.join(names)}: p={first.p}, m={first.m}"
     if len(views) == 1:
-        return title, [page_view("schedule", *views[0][1:])]
+        return title, [page_view("schedule", *views[0][1:], others(result))]
     return title, [
         page_view("schedule", *contents) | {"module": "schedule", "name": f"schedule-{number}", "title": name}
         for number, (name, *contents) in enumerate(views)
