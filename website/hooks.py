@@ -110,7 +110,7 @@ def _with_site_links(text: str, path: str, place: str) -> str:
 @cache
 def _title(path: str) -> str:
     """The heading of a page."""
-    found = re.match(r"# (.+)", read(path)) if path.endswith(".md") else None
+    found = re.match(r"# (.+)", read(path)) if path.endswith(".md") and (ROOT / path).is_file() else None
     return found[1] if found else ""
 
 
