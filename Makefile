@@ -38,7 +38,7 @@ types: install
 	$(BIN)/mypy
 
 # Tests run with one thread each: OpenMP's threads spin while they wait, and take the cores of other ranks.
-pure smoke shared waits alone prove cluster-test extras-test others-test browser-test gpu-test: export OMP_NUM_THREADS = 1
+pure smoke shared waits alone prove cluster-test extras-test others-test browser-test docs-test gpu-test: export OMP_NUM_THREADS = 1
 
 # The tests of packages that need no torch; tests/conftest.py says which.
 pure: install
@@ -98,10 +98,13 @@ soak: install
 	$(KEEP) soak $(BIN)/python tools/soak.py $(SEEDS) --jobs $(JOBS)
 
 # The page in a real browser. What cannot be installed is said by the tests that are skipped.
+define chromium
+-$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[browser-test]"
+-@test -n "$$CHROMIUM" || command -v chromium chromium-browser > /dev/null || \
+	{ echo "installing Debian's chromium"; apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium; }
+endef
 browser-test: install
-	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[browser-test]"
-	-@test -n "$$CHROMIUM" || command -v chromium chromium-browser > /dev/null || \
-		{ echo "installing Debian's chromium"; apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium; }
+	$(chromium)
 	$(KEEP) browser $(BIN)/python -m pytest -vv --no-header -rs tests/browser
 
 recipes: install
@@ -114,6 +117,11 @@ contributing: install
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	$(BIN)/python -m website.check build/site
+
+# The site in a Chromium, from the disk and without a network.
+docs-test: docs
+	$(chromium)
+	$(KEEP) docs $(BIN)/python -m pytest -vv --no-header -rs tests/browser/test_docs.py
 
 .venv/docs: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
