@@ -10,9 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tools.learn_pictures import SCENES, pictures
+from tools.learn_pictures import SCENES, TRIED, pictures
 
 from fivefold.labs.catalogue import LABS
+from fivefold.planner.plan import simulate
 from fivefold.render.scene import Scene, TextMark, text_width
 from tests.commands import fivefold
 from tests.guides import large, printed, quoted, words
@@ -115,6 +116,15 @@ def test_a_mistake_is_one_that_its_lab_names(page: Path) -> None:
     section = page.read_text().split("## Common mistakes")[1].split("\n## ")[0]
     for quote in re.findall(r'"([^"]+)"', section):
         assert any(quote in one or one in quote for one in said), quote
+
+
+def test_the_layouts_of_the_last_chapter_take_what_it_says() -> None:
+    text = (ROOT / "docs" / "learn" / "choose.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \| ([\d.]+) s \| ([\d.]+) GB \|", text, re.MULTILINE)
+    assert [layout for layout, *_ in rows] == list(TRIED)
+    for layout, seconds, memory in rows:
+        option = simulate("llama3-70b", layout, "16x8xH100", batch=512).option
+        assert (f"{option.seconds:.1f}", f"{option.footprint.total / 1e9:.1f}") == (seconds, memory), layout
 
 
 def test_every_lab_belongs_to_a_chapter() -> None:

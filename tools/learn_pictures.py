@@ -1,8 +1,8 @@
 """Draw the pictures of docs/learn:  python tools/learn_pictures.py
 
 Each is a scene that follows from the code that the chapter explains: bytes from `cost/model_state.py`, shares from
-`layout/context_split.py`, schedules from `schedules/`. One file serves light and dark pages: its colours follow the
-reader's, by a style that knows the dark counterpart of each.
+`layout/context_split.py`, schedules from `schedules/`, seconds from the planner. One file serves light and dark pages:
+its colours follow the reader's, by a style that knows the dark counterpart of each.
 """
 
 from pathlib import Path
@@ -10,6 +10,9 @@ from pathlib import Path
 from fivefold.cost.model_state import OURS
 from fivefold.layout.context_split import zigzag_share
 from fivefold.layout.sharding import chunk
+from fivefold.planner.explain import CAUSES
+from fivefold.planner.pictures import TIMES
+from fivefold.planner.plan import simulate
 from fivefold.render.paint import to_svg
 from fivefold.render.scene import (
     BLUE,
@@ -247,6 +250,42 @@ def order() -> Scene:
     return scene
 
 
+# Layouts of llama3-70b on 16 nodes, from the first thing that one tries to what is chosen.
+TRIED = (
+    "dp=16,tp=8,zero=1,sp,microbatches=32",
+    "dp=16,tp=8,zero=1,sp,microbatches=32,recompute=full",
+    "dp=8,tp=16,zero=1,sp,microbatches=64",
+    "dp=8,tp=8,pp=2,zero=1,sp,microbatches=64",
+    "dp=4,tp=8,pp=4,zero=1,sp,microbatches=128",
+    "dp=8,tp=4,pp=4,zero=1,sp,microbatches=64,recompute=selective",
+    "dp=128,zero=3,microbatches=2,recompute=full",
+)
+
+
+def choose() -> Scene:
+    """The layouts of the chapter: a step's seconds by cause, and the memory of the fullest rank."""
+    scene = sheet("llama3-70b on 16x8xH100, 512 sequences of 8,192 tokens: seconds of a step", 512)
+    shown: dict[str, str] = {}
+    for row, layout in enumerate(TRIED):
+        option = simulate("llama3-70b", layout, "16x8xH100", batch=512).option
+        y, x = 52 + 54 * row, EDGE
+        say(scene, EDGE, y + 8, layout)
+        for cause, seconds in option.estimate.causes.items():
+            wide = 13.0 * seconds
+            if seconds >= 0.05:
+                scene.shapes.append(Rect(x, y + 18, max(wide - 1, 1), 24, TIMES[cause]))
+                shown[CAUSES[cause]] = TIMES[cause]
+            x += wide
+        fits = f"{option.footprint.total / 1e9:.1f} GB" + ("" if option.fits else ", does not fit")
+        say(scene, x + 8, y + 30, f"{option.seconds:.1f} s", LABEL, bold=True)
+        say(scene, x + 66, y + 30, fits, fill=GREY if option.fits else RED)
+    for at, (name, colour) in enumerate(shown.items()):
+        x, y = EDGE + 236 * (at % 4), 446 + 26 * (at // 4)
+        scene.shapes.append(Rect(x, y, 14, 14, colour))
+        say(scene, x + 22, y + 7, name)
+    return scene
+
+
 def pipeline() -> str:
     """Three schedules on one time scale."""
     return draw("1f1b", "zb-h1", "zb-v", pp=4, microbatches=8).svg()
@@ -260,6 +299,7 @@ SCENES = {
     "sequence": sequence,
     "context": context,
     "experts": experts,
+    "choose": choose,
 }
 
 
