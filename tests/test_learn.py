@@ -22,7 +22,10 @@ from tests.labs.mistakes import MISTAKES
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "learn").glob("*.md"))
 CHAPTERS = [page for page in PAGES if page.stem != "index"]
-QUOTED = {command: (page, lines) for page in PAGES for command, lines in quoted(page).items()}
+QUOTED: dict[str, list[str]] = {}  # of all pages
+for _page in PAGES:
+    for _command, _lines in quoted(_page).items():
+        QUOTED.setdefault(_command, []).extend(_lines)
 named = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 WIDTH = 80  # of the terminal whose output is quoted
 MEASURED = re.compile(r"\S*e-\d+\b|\bin \d+\.\d s on \d+ ranks|\d+\.\d s\b")  # other digits on another machine
@@ -41,9 +44,9 @@ def stable(line: str) -> str:
     "command", [pytest.param(one, marks=[pytest.mark.slow] * costly(one), id=one) for one in QUOTED]
 )
 def test_what_a_chapter_quotes_is_printed(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    page, lines = QUOTED[command]
-    assert lines, page
-    if command.startswith("verify "):
+    lines = QUOTED[command]
+    assert lines
+    if command.startswith("verify ") and not lines[0].startswith("error: "):
         done = fivefold(*shlex.split(command), cwd=tmp_path, env={"COLUMNS": str(WIDTH)}, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
         found = {stable(words(line)) for line in done.stdout.splitlines()}
