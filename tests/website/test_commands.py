@@ -161,12 +161,3 @@ def test_every_command_of_a_page_runs(page: str, workplace: Path, tmp_path: Path
         done = real.fivefold(*whole(words), *more, cwd=folder, timeout=600)
         wanted = int("does not fit: rank" in done.stdout)  # which a dry run may find
         assert done.returncode == wanted, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-
-
-def test_the_first_plan_is_what_is_printed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
-    (block,) = [fence.text for fence in fences(read("docs/start.md")) if fence.text.startswith("$ fivefold plan")]
-    command, *quoted = block.splitlines()
-    printed = CliRunner().invoke(app, shlex.split(command)[2:]).output
-    assert len(quoted) == 6
-    assert [line for line in quoted if line.split() not in [one.split() for one in printed.splitlines()]] == []
