@@ -1,4 +1,4 @@
-"""Every line that the guide and the first page quote is printed by the command above it; spaces between columns do not count.
+"""Every line that the guide and the first page quote is printed by the command above it, but for spaces.
 
 And what the page of clusters says was run is what the last transcript says."""
 
