@@ -48,7 +48,7 @@ from fivefold.render.paint import to_svg
 from fivefold.schedules.text import save
 from fivefold.support.errors import PeerLost, TrainingError, UserError
 from fivefold.support.files import cannot_write, put
-from fivefold.support.plugins import blamed, options
+from fivefold.support.plugins import blamed, digests, options
 from fivefold.support.text import counted, graphs_text, si
 from fivefold.trainer.checkpointing import Checkpoints
 from fivefold.trainer.directories import JOB, complete, entered, store, trained
@@ -401,6 +401,7 @@ def environment(mesh: Mesh, sources: Splits) -> dict[str, object]:
         "ranks": mesh.world.size,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "data": sources.where,
+        "plugins": digests(),
     }
 
 
