@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fivefold.checkpoint import hf_extras
 from fivefold.checkpoint.find import find, stored
 from fivefold.checkpoint.hf import import_hf
-from fivefold.checkpoint.hf_extras import CARRIED
+from fivefold.checkpoint.hf_extras import CARRIED_FILES
 from fivefold.cli import app
 from fivefold.data.prepare import prepare
 from fivefold.job.config import read_job
@@ -170,7 +170,7 @@ def test_what_lay_beside_the_weights_comes_out_again_though_the_source_is_gone(t
     shutil.rmtree(directory)
     here("checkpoint", "reshard", tmp_path / "first", "--layout", "dp=2,zero=1", "-o", tmp_path / "run")
     here("hf", "export", tmp_path / "run", "-o", tmp_path / "out")
-    names = [name for name in CARRIED if (kept / name).exists()]
+    names = [name for name in CARRIED_FILES if (kept / name).exists()]
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
             "special_tokens_map.json"} <= {*names}  # fmt: skip
     for name in names:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fivefold.checkpoint import save
 from fivefold.checkpoint import save as writer
+from fivefold.checkpoint.async_save import NotSaved
 from fivefold.checkpoint.load import load
 from fivefold.checkpoint.manifest import Checkpoint, Manifest
 from fivefold.checkpoint.save import write
@@ -48,7 +49,7 @@ def manifest() -> Manifest:
 
 @pytest.fixture
 def three_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "LEAST", 1 << 10)
+    monkeypatch.setattr(writer, "MIN_FILE_BYTES", 1 << 10)
     monkeypatch.setattr(save, "for_files", lambda: 3)
 
 
@@ -80,7 +81,7 @@ def test_what_fails_in_one_of_the_files_fails_the_save(
         return real(stream, data)
 
     monkeypatch.setattr(HashedFile, "write", refuse)
-    with pytest.raises(save.NotSaved, match=f"No space left on device.*go into {tmp_path}"):
+    with pytest.raises(NotSaved, match=f"No space left on device.*go into {tmp_path}"):
         write(Store(tmp_path), Alone(), pieces(tensors()), manifest())
     assert not list(tmp_path.iterdir())  # nothing half is left
 
@@ -117,7 +118,7 @@ def test_a_process_does_not_wait_for_its_threads() -> None:
 
 def train_in_parts(rank: int, world: int, job: Job, path: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "LEAST", 1 << 12)
+        patch.setattr(writer, "MIN_FILE_BYTES", 1 << 12)
         patch.setattr(save, "for_files", lambda: 3)
         return train(rank, world, job, path)
 

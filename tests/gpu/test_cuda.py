@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.checkpoint.shards import written
+from fivefold.checkpoint.shards import shards_to_write
 from fivefold.checkpoint.staging import Staging
 from fivefold.data.corpus import stdlib_corpus
 from fivefold.job.config import TrainConfig, read_job
@@ -271,7 +271,7 @@ def test_a_snapshot_is_of_its_step_though_the_device_copies_it_beside_the_next(t
     trainer = Trainer(job, preflight(job, 1), Mesh.of(job.layout, torch.device("cuda")))
     engine, staging = trainer.engine, Staging(torch.device("cuda"))
     shapes = {parameter.name: parameter.shape for parameter in job.model.parameters()}
-    pieces = written(engine.weights, shapes, engine.optimizer, engine.buffers)
+    pieces = shards_to_write(engine.weights, shapes, engine.optimizer, engine.buffers)
     staging.prepare(pieces)
     batch = plain_batch(job.model.vocab, job.train.batch, job.data.seq)
     engine.forward_backward(batch)  # the first pass makes kernels, and takes longer than what follows

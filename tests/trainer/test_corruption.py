@@ -138,7 +138,7 @@ def test_damaged_state_is_not_saved_and_what_may_be_is_set_aside(tokens: Path, t
     assert "on rank 1 (dp 1): exp_avg of embedding.weight; " in found
     assert "from the last checkpoint before step 4" in found
     assert ended == second[1][0] == ""
-    assert [path.name for path in Store(before).aside()] == ["step-00000004.suspect"]
+    assert [path.name for path in Store(before).set_aside_folders()] == ["step-00000004.suspect"]
     ((_, uninterrupted),), _ = run_ranks(2, saved, [(job, "")], again)
     assert losses == {step: uninterrupted[step] for step in (3, 4, 5, 6)}
 

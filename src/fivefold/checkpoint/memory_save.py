@@ -5,7 +5,7 @@ copied = writer.start(shards, manifest)    # then parameters may change; on a GP
 ...
 writer.finish()                            # waits for the one under way, and returns why it failed, else None
 
-A rank has up to three files: those of the two newest snapshots, and the one being filled. They are reused, because
+A rank has up to three files: two in the newest two snapshots, and one being filled. They are reused, because
 resident pages are written at memory speed. A snapshot loses its manifest before its files are reused.
 """
 
@@ -20,14 +20,16 @@ import msgspec
 import torch
 from torch import Tensor
 
+from fivefold.checkpoint.async_save import BackgroundSaver, Saving, agreed
+from fivefold.checkpoint.checksums import checksum_of_sums, segment_sum, segments
 from fivefold.checkpoint.manifest import MANIFEST, Manifest
 from fivefold.checkpoint.memory_peers import Nodes, wait
 from fivefold.checkpoint.memory_snapshots import KEEP_LAST, NODE_FILE, free_bytes, made_at
-from fivefold.checkpoint.save import BackgroundSaver, Saving, Written, agreed, merge_written
+from fivefold.checkpoint.save import Written, merge_written
 from fivefold.checkpoint.shards import Shards
 from fivefold.checkpoint.staging import Snapshot, Staging, extent, starts
 from fivefold.checkpoint.store import Store
-from fivefold.checkpoint.tensors import TABLE, segment_sum, segments, total
+from fivefold.checkpoint.tensors import TABLE_FILE
 from fivefold.launch import faults, heartbeat
 from fivefold.launch.host import for_files, side_by_side
 from fivefold.support.files import File
@@ -175,7 +177,7 @@ class SnapshotWriter(BackgroundSaver):
         parts = segments((start, shards[name].nbytes) for name, start in offsets.items())
         sums = side_by_side(lambda part: segment_sum(part, read), parts, for_files())
         tensors = {name: shards[name].stored(slot.name, start) for name, start in offsets.items()}
-        return Written([File(slot.name, len(data), total(sums))], tensors)
+        return Written([File(slot.name, len(data), checksum_of_sums(sums))], tensors)
 
     def _copy_to_peers(self, path: Path, manifest: Manifest) -> None:
         """Sends this rank's file to a rank of the next node, and receives those sent to this one. Collective."""
@@ -204,7 +206,7 @@ class SnapshotWriter(BackgroundSaver):
         path.mkdir(mode=0o700, exist_ok=True)
         partial = path / f"{MANIFEST}.half"
         node = msgspec.json.encode((self.nodes.node, len(self.nodes.nodes)))
-        for file, content in ((path / TABLE, tables[0]), (path / NODE_FILE, node), (partial, tables[1])):
+        for file, content in ((path / TABLE_FILE, tables[0]), (path / NODE_FILE, node), (partial, tables[1])):
             file.write_bytes(content)
         faults.strike("memory", step=step)
         for old in self.store.incomplete():
@@ -219,5 +221,5 @@ def _tables(manifest: Manifest, written: list[Written]) -> list[bytes]:
     """The contents of [tensors.json, manifest.json]."""
     tensors, files = merge_written(written)
     table = msgspec.json.encode(tensors)
-    files.append(File(TABLE, len(table), hashlib.sha256(table).hexdigest()))
+    files.append(File(TABLE_FILE, len(table), hashlib.sha256(table).hexdigest()))
     return [table, msgspec.structs.replace(manifest, files=files).text()]

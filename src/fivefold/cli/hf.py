@@ -120,11 +120,11 @@ def export_hf(
       fivefold hf export runs/demo --step 100 -o demo-hf --dtype bfloat16 --shard-size 2GB
     """
     from fivefold.checkpoint.find import find, job_of
-    from fivefold.checkpoint.hf import EXPORTED, usual_dtype
+    from fivefold.checkpoint.hf import EXPORT_DTYPES, usual_dtype
     from fivefold.checkpoint.hf import export_hf as run_export
 
-    if dtype and (dtype := dtype_of(dtype)) not in EXPORTED:
-        raise UserError(f"--dtype {dtype} is not one of {', '.join(EXPORTED)}", "option.choice")
+    if dtype and (dtype := dtype_of(dtype)) not in EXPORT_DTYPES:
+        raise UserError(f"--dtype {dtype} is not one of {', '.join(EXPORT_DTYPES)}", "option.choice")
     checkpoint = find(run, step)
     if damage := checkpoint.damage():
         raise UserError(damage, "checkpoint.damaged")

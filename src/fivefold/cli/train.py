@@ -134,14 +134,14 @@ def train(
 
 def _sources(job: "Job", ranks: int, world: "World") -> "Splits":
     """Check the job, its data and the storage of its checkpoints; returns the data."""
-    from fivefold.checkpoint.filesystem import reach
+    from fivefold.checkpoint.storage import check_storage_is_writable
     from fivefold.job.preflight import preflight
     from fivefold.support.progress import late_bar, quiet
 
     with late_bar("hashing") as progress:
         sources = preflight(job, ranks, quiet if world.rank else progress)
     if job.checkpoint.url and not world.rank:
-        reach(job.checkpoint.url)
+        check_storage_is_writable(job.checkpoint.url)
     return sources
 
 

@@ -33,7 +33,7 @@ def preflight(job: Job, world: int, progress: Report = quiet) -> Splits:
     if "tensorboard" in job.run.heard and absent("tensorboard"):
         how = 'pip install "fivefold[tensorboard]"'
         problems.append(Problem("install.tensorboard", f"the listener tensorboard needs tensorboard: {how}"))
-    if not problems and job.checkpoint.url and (missing := remote_of(job.checkpoint.url).missing):
+    if not problems and job.checkpoint.url and (missing := remote_of(job.checkpoint.url).missing_package_message):
         problems.append(Problem("install.storage", f"checkpoint.url={missing}"))
     try:
         problems += run_directory_problems(path_of(job.run.dir))

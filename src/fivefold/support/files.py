@@ -84,11 +84,11 @@ def open_regular(path: Path, links: bool = False, append: bool = False) -> Regul
     return Regular(handle, "ab" if append else "rb")
 
 
-def read_regular(path: Path, most: int, links: bool = False) -> bytes:
+def read_regular(path: Path, max_bytes: int, links: bool = False) -> bytes:
     """All of a regular file that has at most so many bytes."""
     with open_regular(path, links) as stream:
-        if (size := os.fstat(stream.fileno()).st_size) > most:
-            raise OSError(errno.EFBIG, f"it has {bytes_text(size)}, and at most {bytes_text(most)} are read")
+        if (size := os.fstat(stream.fileno()).st_size) > max_bytes:
+            raise OSError(errno.EFBIG, f"it has {bytes_text(size)}, and at most {bytes_text(max_bytes)} are read")
         return stream.read()
 
 
@@ -175,10 +175,10 @@ def write(path: Path, content: str | bytes) -> None:
 
 def put(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all, and replace what is there; an OSError says why it cannot be written."""
-    half = path.with_name(f"{path.name}.half")
-    half.unlink(missing_ok=True)  # to write into a FIFO of that name would wait for a reader
-    half.write_bytes(content.encode() if isinstance(content, str) else content)
-    half.rename(path)
+    temporary = path.with_name(f"{path.name}.half")
+    temporary.unlink(missing_ok=True)  # to write into a FIFO of that name would wait for a reader
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    temporary.rename(path)
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:

@@ -49,7 +49,7 @@ class RemotePlace:
         return self.parent / name
 
     @property
-    def missing(self) -> str | None:
+    def missing_package_message(self) -> str | None:
         """A sentence that says which package has to be installed for it; None if none is missing."""
         driver = DRIVERS[self.protocol]
         for package, requirement in (("fsspec", '"fivefold[train]"'), *([driver] if driver else [])):

@@ -15,7 +15,7 @@ from fivefold.checkpoint.memory_load import MemoryCheckpointer
 from fivefold.checkpoint.memory_snapshots import Candidate, RunStart, is_abandoned, read_starts, record_start
 from fivefold.checkpoint.retention import delete_later_than
 from fivefold.checkpoint.save import Saver
-from fivefold.checkpoint.shards import Shard, saveable_tensors, stored_buffers, written
+from fivefold.checkpoint.shards import Shard, saveable_tensors, shards_to_write, stored_buffers
 from fivefold.checkpoint.store import Store
 from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError, UserError
@@ -153,7 +153,7 @@ class Checkpoints:
     def _load(self, checkpoint: Checkpoint) -> None:
         """Loads the trainer's state from a checkpoint, in memory or on disk."""
         shards = self._shards_to_load(checkpoint)
-        if not self.memory.take(checkpoint, shards):
+        if not self.memory.load_checked(checkpoint, shards):
             load(checkpoint, shards)
             self.saved = checkpoint.manifest.step
         self._restore_progress(checkpoint)
@@ -172,7 +172,7 @@ class Checkpoints:
         candidates = self.memory.find(lambda candidate: candidate.step <= step and self._is_current(candidate))
         disk_step = self.control.broadcast_value(self._step_on_disk(step) if candidates else None, int | None)
         newer = [candidate for candidate in candidates if candidate.step >= (disk_step or 0)]
-        if checkpoint := self.memory.sound(newer):
+        if checkpoint := self.memory.first_undamaged(newer):
             return checkpoint
 
         def usable(checkpoint: Checkpoint) -> bool:
@@ -283,7 +283,7 @@ class Checkpoints:
     def shards(self) -> dict[str, Shard]:
         """The shards that this rank writes, by key."""
         engine = self.trainer.engine
-        return written(engine.weights, self.shapes, engine.optimizer, engine.buffers)
+        return shards_to_write(engine.weights, self.shapes, engine.optimizer, engine.buffers)
 
     def manifest(self, step: int) -> Manifest:
         return Manifest(

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.checkpoint.filesystem import storage_of
 from fivefold.checkpoint.manifest import Checkpoint
 from fivefold.checkpoint.memory_snapshots import local_snapshots
+from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
 from fivefold.launch.world import PLANNED, REQUEUES, RESTARTS, RUN

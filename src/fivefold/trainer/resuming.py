@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fivefold.checkpoint.find import find, reachable, run_of, store_of, stored
-from fivefold.checkpoint.hf_extras import TOKENIZERS
+from fivefold.checkpoint.hf_extras import TOKENIZER_FILES
 from fivefold.checkpoint.manifest import MANIFEST, Checkpoint, Damaged
 from fivefold.checkpoint.store import Store
 from fivefold.data.index import TOKENIZER
@@ -234,7 +234,7 @@ def _foreign(run: Place, sources: Splits) -> list[str]:
         warnings.warn(
             Note(f"{run} has no {TOKENIZER}: nothing shows whether these tokens are those of its model"), stacklevel=2
         )
-    return [problem for store in sources.stores for problem in foreign(run, store.path, TOKENIZERS, END_NAMED_IN)]
+    return [problem for store in sources.stores for problem in foreign(run, store.path, TOKENIZER_FILES, END_NAMED_IN)]
 
 
 def differences(checkpoint: Checkpoint, job: Job, sources: Splits) -> list[Change]:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fivefold.checkpoint.find import find, run_of, stored
-from fivefold.checkpoint.hf_extras import carry
+from fivefold.checkpoint.hf_extras import copy_extras
 from fivefold.checkpoint.manifest import Checkpoint
 from fivefold.data.corpus import entropy
 from fivefold.data.rows import Splits
@@ -361,7 +361,7 @@ def _begun(job: Job, sources: Splits, start: Start) -> tuple[Path, bool]:
     claim_directory(directory)
     if job.run.weights and not complete(job, directory):
         try:
-            carry(run_of(find(job.run.weights)), directory)
+            copy_extras(run_of(find(job.run.weights)), directory)
         except OSError as error:
             raise cannot_write(directory, error) from None
     count_start(directory, again, job.train.steps)

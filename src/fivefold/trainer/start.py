@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.checkpoint.filesystem import reach
+from fivefold.checkpoint.storage import check_storage_is_writable
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch import faults, processes
@@ -61,7 +61,7 @@ def train(
     check_restarts(restarts)
     sources = preflight(resolved, ranks)
     if resolved.checkpoint.url:
-        reach(resolved.checkpoint.url)
+        check_storage_is_writable(resolved.checkpoint.url)
     check_sharing(resolved.train, ranks)
     start.checked(resolved, sources)
     keep_freed_memory()

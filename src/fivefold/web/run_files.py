@@ -306,7 +306,7 @@ def _checkpoints(run: RunFiles, left_out: list[str]) -> Iterator[RunEvent]:
         time, bytes_left = status.st_mtime, bytes_left - status.st_size
         text, size = _described(checkpoint) if bytes_left >= 0 else ("its manifest is too long to be read here", None)
         yield RunEvent("checkpoint", checkpoint.step, time, text, (time, -1, 0), size)
-    for aside in store.aside():
+    for aside in store.set_aside_folders():
         path = folder / str(aside.name)
         time, step = os.lstat(path).st_mtime, re.search(rf"step-{_N}\b", path.name)
         word = next((word for word in ("damaged", "suspect") if f".{word}" in path.name), "incomplete")
