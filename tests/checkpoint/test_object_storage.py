@@ -26,7 +26,7 @@ from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job, to_toml
 from fivefold.launch.processes import RankError
 from fivefold.support.errors import UserError
-from fivefold.support.places import Place, RemotePlace, place_of, remote_of
+from fivefold.support.storage_place import Place, RemotePlace, place_of, remote_of
 from fivefold.trainer.directories import complete, home, run_directory
 from tests.checkpoint.runs import Run, small_job, train
 from tests.commands import fivefold, here

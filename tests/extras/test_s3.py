@@ -16,7 +16,7 @@ import pytest
 from fivefold.checkpoint import object_storage
 from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import Store
-from fivefold.support.places import RemotePlace, remote_of
+from fivefold.support.storage_place import RemotePlace, remote_of
 from tests.checkpoint.runs import SMALL, Run, small_job
 from tests.checkpoint.test_object_storage import names, save
 from tests.commands import fivefold

@@ -15,7 +15,7 @@ from fivefold.job.config import Job, job_from
 from fivefold.layout.layout import Layout
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Note, UserError
-from fivefold.support.places import Place, place_of
+from fivefold.support.storage_place import Place, place_of
 
 
 def store_of(run: str | Place) -> Store:

@@ -11,7 +11,7 @@ from fivefold.data.index import TOKENIZER
 from fivefold.spec.hf import HF_CONFIG
 from fivefold.support.errors import UserError
 from fivefold.support.files import plain_name, read_regular
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 
 # tokenizer.json is a complete fast tokenizer; the others are of slow tokenizers, and a model has some of them.
 TOKENIZER_FILES = (TOKENIZER, "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")

@@ -14,7 +14,7 @@ from fivefold.checkpoint.store import Store
 from fivefold.layout.layout import Layout
 from fivefold.render.blocks import Block, Cell, Result, Table, Text
 from fivefold.support.errors import UserError
-from fivefold.support.places import Place, place_of
+from fivefold.support.storage_place import Place, place_of
 from fivefold.support.text import bytes_text
 
 

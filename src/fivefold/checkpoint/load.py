@@ -20,7 +20,7 @@ from fivefold.launch.heartbeat import beat, enter
 from fivefold.launch.host import for_files, side_by_side
 from fivefold.parallel.control import Control
 from fivefold.support.errors import UserError
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 
 Say = Callable[[str], None]
 

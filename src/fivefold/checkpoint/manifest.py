@@ -22,7 +22,7 @@ from fivefold.checkpoint.tensors import MAX_TABLE_BYTES, TABLE_FILE, Tensors, ch
 from fivefold.launch.host import for_files, side_by_side
 from fivefold.support.errors import UserError
 from fivefold.support.files import File, Progress, digest_of, plain_name
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 from fivefold.version import __version__
 
 MANIFEST = "manifest.json"

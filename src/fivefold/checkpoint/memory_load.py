@@ -48,7 +48,7 @@ from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.support.files import File, Regular, open_regular, plain_name, read_regular
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 
 _RANK_FILE = re.compile(r"rank-(\d+)\.")
 

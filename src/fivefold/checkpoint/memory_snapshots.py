@@ -34,7 +34,7 @@ from fivefold.checkpoint.store import Store
 from fivefold.support.errors import UserError
 from fivefold.support.files import read_regular
 from fivefold.support.parsing import PARSE_ERRORS
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 
 MEMORY_DIR_ENV = "FIVEFOLD_MEMORY"
 ID_FILE, STARTS_FILE = "memory-id", "memory-starts.json"  # in the run's directory

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from fivefold.launch.heartbeat import beat
 from fivefold.support.files import File, HashedFile, Progress
-from fivefold.support.places import RemotePlace
+from fivefold.support.storage_place import RemotePlace
 from fivefold.support.text import bytes_text
 
 T = TypeVar("T")
@@ -42,18 +42,18 @@ _SECRET_NAME = re.compile("KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION_STRIN
 _NO_BUCKET = re.compile("(bucket|container) does not exist|NoSuchBucket", re.IGNORECASE)
 
 
-def bucket_of(place: RemotePlace) -> "Bucket":
-    return _bucket_of(
+def object_storage_of(place: RemotePlace) -> "ObjectStorage":
+    return _object_storage_of(
         f"{place.protocol}://{place.path.partition('/')[0]}", os.getpid()
     )  # a fork loses drivers' threads
 
 
 @cache
-def _bucket_of(root: str, _: int) -> "Bucket":
-    return Bucket(root)
+def _object_storage_of(root: str, _: int) -> "ObjectStorage":
+    return ObjectStorage(root)
 
 
-class Bucket:
+class ObjectStorage:
     """A bucket. Places in it are passed as URLs, which all drivers accept."""
 
     def __init__(self, root: str):

@@ -20,7 +20,7 @@ from fivefold.layout.sharding import Box, local_params
 from fivefold.layout.stages import stages_of
 from fivefold.spec.model import ModelSpec
 from fivefold.support.files import Progress
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 
 
 def reshard(

@@ -4,7 +4,7 @@ import re
 
 from fivefold.checkpoint.store import Store
 from fivefold.launch import faults
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 
 _INCOMPLETE_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?\.incomplete(?:-(\d+))?")
 _DELETING_SUFFIX = ".deleting"

@@ -28,7 +28,7 @@ from fivefold.launch.heartbeat import beat
 from fivefold.launch.host import for_files, side_by_side
 from fivefold.parallel.control import Control
 from fivefold.support.files import File, Progress
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 from fivefold.support.text import bytes_text
 
 MIN_FILE_BYTES = 1 << 28  # where a rank's shards are divided over several files

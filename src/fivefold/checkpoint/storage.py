@@ -24,7 +24,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from fivefold.support.errors import UserError
 from fivefold.support.files import HashedFile, Progress, Regular, open_regular, put, read_regular, sync
-from fivefold.support.places import Place, RemotePlace, remote_of
+from fivefold.support.storage_place import Place, RemotePlace, remote_of
 
 P = TypeVar("P")
 
@@ -159,9 +159,9 @@ def storage_of(place: Place) -> Storage[Any]:
         return _DIRECTORIES
     if missing := place.missing_package_message:
         raise UserError(missing, "install.storage")
-    from fivefold.checkpoint.object_storage import bucket_of
+    from fivefold.checkpoint.object_storage import object_storage_of
 
-    return bucket_of(place)
+    return object_storage_of(place)
 
 
 def check_storage_is_writable(url: str) -> None:

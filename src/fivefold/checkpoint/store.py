@@ -17,7 +17,7 @@ from typing import Any
 from fivefold.checkpoint.manifest import MANIFEST, STEP_NAME, Checkpoint, Manifest, step_and_number, step_name
 from fivefold.checkpoint.storage import Storage, storage_of
 from fivefold.launch import faults
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 
 _SET_ASIDE_NAME = re.compile(r"\.(incomplete|damaged|suspect)(-\d+)?$")
 

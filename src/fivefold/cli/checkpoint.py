@@ -11,8 +11,8 @@ from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.render.blocks import TEXTS, show
 from fivefold.support.errors import UserError
 from fivefold.support.files import whole_or_nothing
-from fivefold.support.places import place_of
 from fivefold.support.plugins import options
+from fivefold.support.storage_place import place_of
 
 SHORT = "List, verify and reshard checkpoints.  [dim]fivefold checkpoint ls runs/demo[/]"
 app = typer.Typer(

@@ -38,7 +38,7 @@ def zero(
 
       fivefold compare zero llama3-8b --ranks 8
     """
-    from fivefold.planner.textbook import zero
+    from fivefold.planner.textbook_formulas import zero
 
     show(zero(model, ranks), as_json, output)
 
@@ -119,7 +119,7 @@ def cp(
         )
     if kernels:
         raise UserError(f"--kernels {kernels} belongs to --lengths; give both", "option.conflict")
-    result = compare.context(
+    result = compare.compare_cp(
         seq, ranks, model=model, heads=heads, kv_heads=kv_heads, head_dim=head_dim, tp=tp,
         cluster=cluster or "16x8xH100", software=software,
     )  # fmt: skip
@@ -128,7 +128,7 @@ def cp(
 
 def _whole_steps(lengths: str, model: str, cluster: str, kernels: str, software: str) -> "LengthsResult":
     """The result of --lengths."""
-    from fivefold.planner.context import lengths as whole_steps
+    from fivefold.planner.context import cp_by_length as whole_steps
 
     numbers = [whole_number(word) or 0 for word in lengths.split(",")]
     names = [name for word in kernels.split(",") if (name := word.strip())]

@@ -70,7 +70,7 @@ def generate(
     from fivefold.generation.request import Request
     from fivefold.generation.request import generate as run
     from fivefold.generation.sampling import Sampling
-    from fivefold.support.places import place_of
+    from fivefold.support.storage_place import place_of
 
     if bool(prompt) == bool(tokens):
         raise UserError("give either --prompt or --tokens", "option.conflict")
@@ -181,7 +181,7 @@ def inspect(
 
       fivefold inspect runs --html all.html
     """
-    from fivefold.support.places import place_of
+    from fivefold.support.storage_place import place_of
     from fivefold.trainer.inspect import inspect as inspect_run
     from fivefold.trainer.records import METRICS
 

@@ -30,8 +30,8 @@ from fivefold.cost.software import FIVEFOLD, Attention
 from fivefold.layout.layout import ContextKind
 from fivefold.support.dtypes import BYTES, wide_bytes
 from fivefold.support.errors import UserError
-from fivefold.support.fieldwise import plus, scaled
 from fivefold.support.text import either
+from fivefold.support.tuple_arithmetic import plus, scaled
 
 # ---- splits ---------------------------------------------------------------------------------------------------------
 # How the tokens of a sequence are divided over cp ranks, and what each rank then computes. Exact, by counting.
@@ -47,9 +47,9 @@ from fivefold.support.text import either
 
 
 Side = Literal["own", "earlier", "later"]  # whose keys a rank looks at: its own, or those of a rank before or after it
-SIDES: tuple[Side, ...] = ("own", "earlier", "later")
+KEY_SIDES: tuple[Side, ...] = ("own", "earlier", "later")
 
-STRIPES = (1, 128, 1024)  # tokens of a piece
+STRIPE_TOKENS = (1, 128, 1024)  # tokens of a piece
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class SequenceSplit:
     @property
     def waste(self) -> float:
         """Scores that a ring's busiest rank computes, in whole tiles, over those that are seen."""
-        own, earlier, later = (sum(call.computed() for call in self.calls(side)) for side in SIDES)
+        own, earlier, later = (sum(call.computed() for call in self.calls(side)) for side in KEY_SIDES)
         return (own + (self.ranks - 1) * max(earlier, later)) / self.busiest
 
 
@@ -178,7 +178,7 @@ def striped(seq: int, ranks: int, piece: int) -> SequenceSplit:
 
 def splits(seq: int, ranks: int) -> list[SequenceSplit]:
     """Those to compare; a stripe is one if there are several rounds of it."""
-    fine = [striped(seq, ranks, k) for k in reversed(STRIPES) if seq % (ranks * k) == 0 and seq > ranks * k]
+    fine = [striped(seq, ranks, k) for k in reversed(STRIPE_TOKENS) if seq % (ranks * k) == 0 and seq > ranks * k]
     return [contiguous(seq, ranks), zigzag(seq, ranks), *fine]
 
 
@@ -188,7 +188,7 @@ def splits(seq: int, ranks: int) -> list[SequenceSplit]:
 # Bytes that a call's result costs per element before it is part of the whole: forward, to float32 and interpolated into
 # what was there; backward, the gradient of the queries, added up in float32.
 MERGE = (18.0, 10.0)
-KINDS: tuple[ContextKind, ...] = ("ring", "allgather", "ulysses")
+CONTEXT_KINDS: tuple[ContextKind, ...] = ("ring", "allgather", "ulysses")
 
 
 class Both(NamedTuple):
@@ -322,7 +322,7 @@ def ring(layer: LayerAttention, split: SequenceSplit | None = None) -> Method:
     split = split or zigzag(layer.seq, layer.ranks)
     c, pair, pair_grads = layer.ranks, layer.pair * layer.activation_bytes, layer.pair * layer.accum_bytes
     queries = layer.size(layer.heads)
-    own, earlier, later = (layer.work(split.calls(side)) for side in SIDES)
+    own, earlier, later = (layer.work(split.calls(side)) for side in KEY_SIDES)
     slower = max(earlier, later, key=lambda work: work.both.total)
     # A window reaches back over so many pieces: of an early piece ranks before this one hold them, of a late one those
     # after it. In the other steps nothing is computed.

@@ -1,7 +1,7 @@
 """Closed forms of what a step takes besides its passes: ZeRO's collectives, the optimizer, a pipeline's fill.
 
 Each is written once, for the numbers of one layout (step.py, block.py) and for arrays with one element per layout, by
-which the search prunes (planner/closed.py).
+which the search prunes (planner/closed_forms.py).
 """
 
 from collections.abc import Iterator, Mapping

@@ -92,13 +92,13 @@ class Accounting:
 
 # The ZeRO paper's (arXiv 1910.02054, table 1): gradients in two bytes. 7.5 billion parameters on 64 GPUs: 120, 31.4,
 # 16.6 and 1.88 GB with stages 0 to 3.
-PAPER = Accounting(weight=2, gradient=2, master=4, states=8, sharded_masters=False)
-OURS = Accounting.of("bfloat16")  # this code's, with AdamW: gradients are added up in float32
+PAPER_ACCOUNTING = Accounting(weight=2, gradient=2, master=4, states=8, sharded_masters=False)
+FIVEFOLD_ACCOUNTING = Accounting.of("bfloat16")  # this code's, with AdamW: gradients are added up in float32
 
 
 def paper(parameters: float, zero: int, ranks: int) -> State:
     """What the ZeRO paper counts for a model of so many parameters, without tp and pp."""
-    return PAPER.state(parameters, parameters / ranks, zero, ranks)
+    return PAPER_ACCOUNTING.state(parameters, parameters / ranks, zero, ranks)
 
 
 def state(spec: ModelSpec, layout: Layout, dtype: str, optimizer: OptimizerConfig = ADAMW) -> State:

@@ -40,7 +40,7 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import head
 from fivefold.spec.pattern import Layer
 from fivefold.support.dtypes import accum_bytes
-from fivefold.support.fieldwise import plus, scaled
+from fivefold.support.tuple_arithmetic import plus, scaled
 
 # ---- block memory ---------------------------------------------------------------------------------------------------
 # Bytes of one kind of block on one rank: what a microbatch saves in it, and the moments of its backward pass.

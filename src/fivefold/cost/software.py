@@ -11,7 +11,7 @@ from msgspec import Struct, structs
 
 from fivefold.cost.model_state import Accounting
 from fivefold.hardware.accelerators import Software, software
-from fivefold.layout.axes import PLACED
+from fivefold.layout.axes import PLACEMENT_ORDER
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig, states_of
 from fivefold.schedules.registry import RECORDS
@@ -73,7 +73,7 @@ Selective = Literal["pointwise", "attention", "half"]
 LOW_PRECISION_BYTES = {"fp8": 1.0, "fp4": 0.5}
 # Bytes that casting an element of a matmul's input moves. fp8: read 2, write 1. fp4: read for the tensor's largest,
 # read and rotated (the random Hadamard transform, arXiv 2509.25149) and written, and again transposed.
-CAST = {"fp8": 3.0, "fp4": 7.0}
+CAST_BYTES = {"fp8": 3.0, "fp4": 7.0}
 HIGH_PRECISION_BYTES = {"fp32": 4, "tf32": 4, "fp64": 8}  # of an element of weights and activations, where not 2
 
 
@@ -99,7 +99,7 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
     norm: Pointwise = "fused"
     overlap: Overlap = Overlap()
     achieved: Software = software()
-    order: tuple[str, ...] = PLACED  # of the degrees, the fastest first
+    order: tuple[str, ...] = PLACEMENT_ORDER  # of the degrees, the fastest first
     host: float = 1.0  # the host's time for one block's forward pass, relative to `Software.host`
     computes_itself: bool = False  # the host does, as on CPUs: its time is not behind the device's, but added
     host_step: float = 0.0  # seconds of a step that neither compute nor collectives explain
@@ -202,7 +202,7 @@ class Moved(NamedTuple):
 
 # Fused: read the inputs, write the outputs. Eager: what the usual PyTorch expressions read and write, an RMSNorm in
 # float32 (to float, square, mean, scale, to bf16, weight), a rotation as two halves with a concatenation.
-MOVED: dict[Pointwise, Moved] = {
+ELEMENTWISE_BYTES: dict[Pointwise, Moved] = {
     "fused": Moved((4, 8), (4, 8), (6, 4), (1, 3), (6, 10), (4, 6), (4, 4)),
     "eager": Moved((36, 60), (6, 10), (6, 6), (5, 5), (10, 18), (8, 14), (20, 24)),
     # This code's blocks, compiled, by a profile of Llama 3 8B's on an H200, as bytes at the pace of plain streams: the

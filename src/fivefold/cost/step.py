@@ -35,7 +35,7 @@ from fivefold.spec.model import Attention as Counting
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block
 from fivefold.support.dtypes import dtype_of_bytes
-from fivefold.support.fieldwise import plus, scaled
+from fivefold.support.tuple_arithmetic import plus, scaled
 
 # ---- halves ---------------------------------------------------------------------------------------------------------
 # A stage's passes as the halves of joined pairs, and how much of the experts' messages compute hides in a step.

@@ -23,7 +23,7 @@ from fivefold.cost.collective_time import Kind, Traffic, total, wire
 from fivefold.cost.matrices import MatrixCost
 from fivefold.cost.model_state import ADAMW
 from fivefold.cost.routing import Rows, even_rows
-from fivefold.layout.buckets import MIN_BUCKET_ELEMENTS, BucketParams, buckets
+from fivefold.layout.bucket_plan import MIN_BUCKET_ELEMENTS, BucketParams, buckets
 from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RANK0, RankCoords
 from fivefold.layout.sharding import LocalParam, local_params

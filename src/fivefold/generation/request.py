@@ -21,9 +21,9 @@ from fivefold.spec.hf import END_NAMED_IN
 from fivefold.spec.kinds import CACHE
 from fivefold.support.dtypes import DTYPES
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.places import Place
 from fivefold.support.plugin_calls import ask
 from fivefold.support.ranges import SECONDS, misfit, within
+from fivefold.support.storage_place import Place
 
 # ---- text -----------------------------------------------------------------------------------------------------------
 # Prompts to tokens and back: bytes, or a tokenizer.json.

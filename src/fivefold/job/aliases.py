@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from fivefold.layout.layout import SPACED, Layout, with_commas
+from fivefold.layout.layout import SPACES_HINT, Layout, with_commas
 from fivefold.support.dtypes import precision_of
 from fivefold.support.errors import Problem
 from fivefold.support.parsing import join
@@ -186,7 +186,7 @@ def apart(words: Sequence[str], layout: str, how: str = "--layout ") -> list[str
     """Of a layout with spaces for commas, `--layout dp=8 zero=3`, quoted or not: how it is written in one piece."""
     parts = layout_parts(words) if layout else []
     joined = with_commas(",".join([layout.rstrip(", ") if parts else layout, *parts]))
-    apart_by = Problem("layout.spaces", f"{SPACED}; write {how}{joined}")
+    apart_by = Problem("layout.spaces", f"{SPACES_HINT}; write {how}{joined}")
     return [apart_by] if parts or joined != layout.strip() else []
 
 

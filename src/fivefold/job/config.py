@@ -34,9 +34,9 @@ from fivefold.spec.presets import preset
 from fivefold.support.dtypes import Dtype, dtype_of
 from fivefold.support.errors import Note, Problem, UserError
 from fivefold.support.parsing import Missing, numbered, path_of, read, read_toml, toml_value, unknown_key
-from fivefold.support.places import remote_of
 from fivefold.support.plugins import Sections, find_value, is_plugin
 from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, outside, within
+from fivefold.support.storage_place import remote_of
 from fivefold.support.text import did_you_mean
 
 Compile = Literal["auto", "on", "off"]

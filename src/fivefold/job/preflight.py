@@ -14,8 +14,8 @@ from fivefold.layout.stages import schedule_of
 from fivefold.schedules.check import prove
 from fivefold.support.errors import Problem, UserError, absent, needs
 from fivefold.support.parsing import path_of
-from fivefold.support.places import remote_of
 from fivefold.support.progress import Report, quiet
+from fivefold.support.storage_place import remote_of
 from fivefold.support.text import si
 
 MAX_BUILT_IN = 100_000_000  # parameters of the largest model that trains on the standard library's source

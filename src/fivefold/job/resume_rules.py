@@ -15,7 +15,7 @@ from fivefold.job.config import Job
 from fivefold.optim.lr_schedule import learning_rate
 from fivefold.support.errors import Problem
 from fivefold.support.parsing import toml_value
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 
 FREE = "free"  # no number of the curve changes, or only its last bits
 MEANT = "meant"  # other samples, or other updates from here on: refused unless the directory was named

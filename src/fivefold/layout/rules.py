@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 from fivefold.layout.axes import Axes
 from fivefold.schedules.actions import COLLECTIVES
 from fivefold.schedules.info import ScheduleInfo
-from fivefold.schedules.registry import LARGEST, RECORDS, size_problem
+from fivefold.schedules.registry import MAX_SIZE, RECORDS, size_problem
 from fivefold.schedules.schedule import Schedule
 from fivefold.spec.kinds import MLP, BlockKind
 from fivefold.spec.model import ModelSpec
@@ -168,7 +168,7 @@ RULES: dict[str, Callable[[Layouts, Given], Any]] = {
     "layout.schedule.first": _in_file(lambda of, file: file.placement.owner[0] == 0),
     "layout.schedule.collectives": _in_file(lambda of, file: not file.count(*COLLECTIVES)),
     "layout.chunks.schedule": lambda of, given: of.record.any_chunks | (of.chunks == of.record.chunks),
-    "layout.schedule.size": lambda of, given: of.stages * of.microbatches <= LARGEST,
+    "layout.schedule.size": lambda of, given: of.stages * of.microbatches <= MAX_SIZE,
     "layout.microbatches.schedule": lambda of, given: of.microbatches >= of.record.least * of.pp,
     "layout.split.negative": lambda of, given: min(of.split, default=0) >= 0,
     "layout.split.stages": lambda of, given: not of.split or len(of.split) == of.stages,
@@ -191,7 +191,7 @@ RULES: dict[str, Callable[[Layouts, Given], Any]] = {
 
 # Rules that are not asked where a problem was said before whose code begins so: theirs would only follow from it, or
 # there is no schedule to ask.
-AFTER: dict[str, str | tuple[str, ...]] = {
+CHECKED_AFTER: dict[str, str | tuple[str, ...]] = {
     "layout.tp.kv_heads": "layout.tp.heads",
     **dict.fromkeys((f"layout.schedule.{what}" for what in ("degree", "stages", "first", "collectives")),
                     "layout.schedule.unknown"),
@@ -218,7 +218,7 @@ def problems(layout: Any, given: Given) -> list[Problem]:
     """What is wrong with one layout, the numbers of which are in the ranges of their fields."""
     said: list[Problem] = []
     for code, holds in RULES.items():
-        asked = not any(problem.code.startswith(AFTER.get(code, ())) for problem in said)
+        asked = not any(problem.code.startswith(CHECKED_AFTER.get(code, ())) for problem in said)
         if asked and not holds(layout, given):
             said += [Problem(code, sentence) for sentence in _SENTENCES[code.split(".")[1]](code, layout, given)]
     return said

@@ -17,7 +17,7 @@ from fivefold.schedules.schedule import Schedule
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import EMBEDDING_UNIT, HEAD_UNIT, Parameter, block, head
 
-HALVINGS = 64  # of an interval: bisection to the last bit
+BISECTION_STEPS = 64  # of an interval: bisection to the last bit
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _partition(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
         return stops
 
     least, most = max(ends), before[-1] + max(ends)
-    for _ in range(HALVINGS):
+    for _ in range(BISECTION_STEPS):
         middle = (least + most) / 2
         least, most = (least, middle) if furthest(middle)[-1] == spec.layers else (middle, most)
     most *= 1 + 1e-12

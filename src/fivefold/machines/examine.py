@@ -24,7 +24,7 @@ from fivefold.launch.device import (
 )
 from fivefold.launch.handshake import claim
 from fivefold.launch.watchdog import watched
-from fivefold.layout.axes import PLACED
+from fivefold.layout.axes import PLACEMENT_ORDER
 from fivefold.machines import node as this_node
 from fivefold.machines.calibrate import device_name
 from fivefold.machines.clock import Clock, timed_collectives
@@ -198,7 +198,7 @@ def examine(job: Job, mesh: Mesh, first: bool) -> RankReport:
 def _with_links(report: RankReport, mesh: Mesh, begin: Callable[[str], None]) -> RankReport:
     """The report with the measured links of every axis."""
     rings, messages = [], []
-    for name in PLACED:
+    for name in PLACEMENT_ORDER:
         axis = getattr(mesh, name)
         if axis.size == 1:
             continue

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from fivefold.model.layers import TokenPositions, accum_dtype
 from fivefold.model.masks import Attended, DocumentMask, PackedSpans, causal_spans, check_runs
 from fivefold.model.recompute import save_output
-from fivefold.model.windows import WindowMask, window_backward, window_forward
+from fivefold.model.sliding_window import WindowMask, window_backward, window_forward
 
 _aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)

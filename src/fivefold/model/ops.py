@@ -16,7 +16,7 @@ from fivefold.model.layers import TokenPositions, normed
 from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy
 from fivefold.model.masks import DocumentMask, PackedSpans
 from fivefold.model.rope import Rotation
-from fivefold.model.windows import WindowMask
+from fivefold.model.sliding_window import WindowMask
 
 
 class MixerInputs(NamedTuple):

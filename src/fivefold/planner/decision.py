@@ -18,11 +18,11 @@ from fivefold.hardware.accelerators import Accelerator
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.error_range import IN_WORDS
-from fivefold.planner.explain import ALIKE, CAUSES, RANKS_BY, Neighbour, difference, simplest
+from fivefold.planner.explain import CAUSE_NAMES, EQUAL_TIME, RANKS_BY, Neighbour, difference, simplest
 from fivefold.planner.pictures import fastest_first
 from fivefold.planner.result import PlanResult, figures
 from fivefold.planner.search import SURVIVORS, By, Option, evaluate, search
-from fivefold.planner.textbook import Shortcut, shortcuts
+from fivefold.planner.textbook_formulas import Shortcut, shortcuts
 from fivefold.planner.training import DAY
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.render.html import Section, to_markdown, to_page
@@ -33,8 +33,8 @@ from fivefold.support.text import counted, si
 # What would change a decision: memory, batch and links at which another layout is chosen, found by planning again.
 
 
-FACTORS = (0.5, 2.0)
-HALVINGS = 2  # of the interval in which the choice changes
+QUANTITY_FACTORS = (0.5, 2.0)
+BISECTION_STEPS = 2  # of the interval in which the choice changes
 Progress = Callable[[int, int, str], None]
 
 
@@ -66,24 +66,26 @@ class TurningPoint:
 
 def quantities(workload: Workload) -> list[Quantity]:
     """Of unlike nodes the memory alone: which of their links would it be?"""
-    quantities = [Quantity("memory of a device", "GB", lambda workload: _card(workload).memory / 1e9, _memory)]
+    quantities = [
+        Quantity("memory of a device", "GB", lambda workload: _accelerator(workload).memory / 1e9, _scale_memory)
+    ]
     if not workload.cluster.groups[1:]:
         where = "between nodes" if workload.cluster.nodes > 1 else "within the node"
         if workload.cluster.world > 1:
-            quantities.append(Quantity(f"link {where}", "GB/s", _speed, _link))
-        quantities.append(Quantity("batch", "sequences", lambda workload: workload.batch, _batch))
+            quantities.append(Quantity(f"link {where}", "GB/s", _link_gb_per_s, _scale_link))
+        quantities.append(Quantity("batch", "sequences", lambda workload: workload.batch, _scale_batch))
     return quantities
 
 
-def _card(workload: Workload) -> Accelerator:
+def _accelerator(workload: Workload) -> Accelerator:
     return workload.cluster.groups[0].accelerator
 
 
-def _speed(workload: Workload) -> float:
-    return float(getattr(_card(workload), _which(workload)).bandwidth / 1e9)
+def _link_gb_per_s(workload: Workload) -> float:
+    return float(getattr(_accelerator(workload), _narrowest_link(workload)).bandwidth / 1e9)
 
 
-def _which(workload: Workload) -> str:
+def _narrowest_link(workload: Workload) -> str:
     """The link that is the narrowest."""
     return "across" if workload.cluster.nodes > 1 else "inside"
 
@@ -104,17 +106,17 @@ class OpenWorkload(NamedTuple):
         return simplest(result.options) if self.by == "throughput" else result.best
 
 
-def turns(chosen: Option, question: OpenWorkload, progress: Progress | None = None) -> Iterator[TurningPoint]:
+def turning_points(chosen: Option, question: OpenWorkload, progress: Progress | None = None) -> Iterator[TurningPoint]:
     """For half and twice as much of each quantity. Where the choice changes, about where."""
     workload = question.workload
-    changes = [(quantity, factor) for quantity in quantities(workload) for factor in FACTORS]
+    changes = [(quantity, factor) for quantity in quantities(workload) for factor in QUANTITY_FACTORS]
     for done, (quantity, factor) in enumerate(changes):
         if progress:
             progress(done, len(changes), f"{quantity.name} x {factor:g}")
-        yield _turn(chosen, question, quantity, factor)
+        yield _turning_point(chosen, question, quantity, factor)
 
 
-def _turn(chosen: Option, question: OpenWorkload, quantity: Quantity, factor: float) -> TurningPoint:
+def _turning_point(chosen: Option, question: OpenWorkload, quantity: Quantity, factor: float) -> TurningPoint:
     def at(factor: float) -> float:
         return quantity.read(quantity.change(question.workload, factor))
 
@@ -122,14 +124,14 @@ def _turn(chosen: Option, question: OpenWorkload, quantity: Quantity, factor: fl
     if not _differs(chosen.layout, changed):
         return TurningPoint(quantity.name, quantity.unit, at(1.0), at(factor), None)
     holds, turned = 1.0, factor
-    for _ in range(HALVINGS):
+    for _ in range(BISECTION_STEPS):
         middle = math.sqrt(holds * turned)
         choice_at_middle = question.choice(quantity.change(question.workload, middle))
         if _differs(chosen.layout, choice_at_middle):
             turned, changed = middle, choice_at_middle
         else:
             holds = middle
-    why = "" if changed is None else _compared(chosen, changed)
+    why = "" if changed is None else _compare_with_staying(chosen, changed)
     choice = str(changed.layout) if changed else ""
     return TurningPoint(quantity.name, quantity.unit, at(1.0), at(holds), at(turned), choice, why)
 
@@ -141,7 +143,7 @@ def _differs(layout: Layout, other: Option | None) -> bool:
     return structs.replace(layout, microbatches=1) != structs.replace(other.layout, microbatches=1)
 
 
-def _compared(chosen: Option, other: Option) -> str:
+def _compare_with_staying(chosen: Option, other: Option) -> str:
     """How the choice of now would do there."""
     workload, layout = other.workload, chosen.layout
     rows = workload.batch // layout.dp // chosen.workload.samples  # microbatches of the size of now
@@ -156,35 +158,35 @@ def _compared(chosen: Option, other: Option) -> str:
     stays = evaluate(replace(workload, layout=layout))
     if not stays.fits:
         return f"{layout} does not fit there: it needs {stays.footprint.total / 1e9:.1f} GB"
-    little = abs(other.seconds / stays.seconds - 1) < ALIKE
+    little = abs(other.seconds / stays.seconds - 1) < EQUAL_TIME
     noise = ", and so little is within the noise of measured runs" if little else ""
     return f"against staying it {difference(stays, other)}{noise}"
 
 
-def _memory(workload: Workload, factor: float) -> Workload:
+def _scale_memory(workload: Workload, factor: float) -> Workload:
     def changed(card: Accelerator) -> Accelerator:
         return structs.replace(card, memory=int(card.memory * factor))
 
-    return _with_cards(workload, changed)
+    return _with_accelerators(workload, changed)
 
 
-def _link(workload: Workload, factor: float) -> Workload:
-    which = _which(workload)
+def _scale_link(workload: Workload, factor: float) -> Workload:
+    which = _narrowest_link(workload)
 
     def changed(card: Accelerator) -> Accelerator:
         link = getattr(card, which)
         return structs.replace(card, **{which: structs.replace(link, bandwidth=link.bandwidth * factor)})
 
-    return _with_cards(workload, changed)
+    return _with_accelerators(workload, changed)
 
 
-def _batch(workload: Workload, factor: float) -> Workload:
+def _scale_batch(workload: Workload, factor: float) -> Workload:
     """A multiple of the devices, where the batch was one."""
     unit = math.gcd(workload.batch, workload.cluster.world)
     return replace(workload, batch=max(unit, round(workload.batch * factor / unit) * unit))
 
 
-def _with_cards(workload: Workload, changed: Callable[[Accelerator], Accelerator]) -> Workload:
+def _with_accelerators(workload: Workload, changed: Callable[[Accelerator], Accelerator]) -> Workload:
     groups = tuple(structs.replace(group, accelerator=changed(group.accelerator)) for group in workload.cluster.groups)
     return replace(workload, cluster=Cluster(groups))
 
@@ -193,9 +195,9 @@ def _with_cards(workload: Workload, changed: Callable[[Accelerator], Accelerator
 
 
 GB = 1e9
-SMALL = 4096  # bytes: a smaller payload has no row
-EXACT = 0.01  # between a shortcut and the exact figure
-NEGLIGIBLE = 5e-4  # of a step: a shorter cause has no row
+MIN_SHOWN_BYTES = 4096  # bytes: a smaller payload has no row
+NEGLIGIBLE_ERROR = 0.01  # between a shortcut and the exact figure
+NEGLIGIBLE_TIME = 5e-4  # of a step: a shorter cause has no row
 
 
 @dataclass(frozen=True)
@@ -317,7 +319,7 @@ class Decision(Result):
                 _size(row["across"]), "" if row["seconds"] is None else _seconds(row["seconds"]),
             )
             for row in self.figures["traffic"]
-            if row["payload"] > SMALL
+            if row["payload"] > MIN_SHOWN_BYTES
         ]  # fmt: skip
         if not rows:
             yield Text("A rank sends nothing that counts.")
@@ -336,9 +338,9 @@ class Decision(Result):
         numbers = self.figures
         step = numbers["step_seconds"]
         rows = [
-            (CAUSES[cause], _seconds(length), f"{length / step:.1%}")
+            (CAUSE_NAMES[cause], _seconds(length), f"{length / step:.1%}")
             for cause, length in numbers["time_by_cause"].items()
-            if abs(length) >= NEGLIGIBLE * step
+            if abs(length) >= NEGLIGIBLE_TIME * step
         ]
         yield Table(
             ["cause", ">time", ">share"], rows, totals=[("step", _seconds(step), "")],
@@ -403,12 +405,12 @@ class Decision(Result):
 def decide(plan: PlanResult, command: str = "", progress: Progress | None = None) -> Decision:
     """The decision for a plan's layout. Planning again takes a dozen searches; `progress` hears of them."""
     question = OpenWorkload(plan.workload, plan.by, plan.fixed)
-    changed = tuple(turns(plan.chosen, question, progress))
+    changed = tuple(turning_points(plan.chosen, question, progress))
     return Decision(plan, tuple(shortcuts(plan.explained)), changed, command)
 
 
 def _reasoned(shortcut: Shortcut) -> str:
-    near = shortcut.textbook and abs(shortcut.exact / shortcut.textbook - 1) < EXACT
+    near = shortcut.textbook and abs(shortcut.exact / shortcut.textbook - 1) < NEGLIGIBLE_ERROR
     return f"- {shortcut.name}: {shortcut.formula}. {'Alike' if near else 'Why they differ'}: {shortcut.why}."
 
 

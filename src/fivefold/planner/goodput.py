@@ -43,7 +43,7 @@ class Failures(NamedTuple):
         return max(interval + self.blocked, self.writing)
 
 
-def expected(work: float, interval: float, it: Failures) -> float:
+def expected_seconds(work: float, interval: float, it: Failures) -> float:
     """Seconds that `work` seconds of steps take on average; inf where they come to no end."""
     mean, interval = it.between, min(interval, work)
     try:
@@ -53,14 +53,14 @@ def expected(work: float, interval: float, it: Failures) -> float:
         return math.inf
 
 
-def young(it: Failures) -> float:
+def young_interval(it: Failures) -> float:
     return math.sqrt(2 * it.blocked * it.between)
 
 
-def daly(it: Failures) -> float:
+def daly_interval(it: Failures) -> float:
     """His higher-order estimate; it does not hold for a save that blocks for longer than 2 M."""
     ratio = it.blocked / (2 * it.between)
-    return young(it) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - it.blocked if ratio < 1 else it.between
+    return young_interval(it) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - it.blocked if ratio < 1 else it.between
 
 
 def best_interval(it: Failures) -> float:
@@ -72,13 +72,13 @@ def best_interval(it: Failures) -> float:
     return max(low * it.between, it.writing - it.blocked)
 
 
-def best_steps(step: float, most: int, it: Failures) -> int:
-    """The same in whole steps, from 1 to `most`, in two digits: the curve is flat there."""
+def best_steps(step: float, max_steps: int, it: Failures) -> int:
+    """The same in whole steps, from 1 to `max_steps`, in two digits: the curve is flat there."""
     exact = best_interval(it) / step
-    if exact >= most:
-        return max(1, most)
+    if exact >= max_steps:
+        return max(1, max_steps)
     near = {max(1, math.floor(exact)), math.ceil(exact)} if exact < 100 else {round(float(f"{exact:.1e}"))}
-    return min(near, key=lambda steps: expected(most * step, steps * step, it))
+    return min(near, key=lambda steps: expected_seconds(max_steps * step, steps * step, it))
 
 
 # ---- figures --------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def best_steps(step: float, most: int, it: Failures) -> int:
 
 
 HOUR, DAY = 3600.0, 86_400.0
-NODE = 8  # GPUs of a server, in the sources
+GPUS_PER_SERVER = 8  # GPUs of a server, in the sources
 
 
 class Fleet(NamedTuple):
@@ -101,39 +101,41 @@ class Fleet(NamedTuple):
 
 FLEETS = (
     Fleet("Llama 3, 16,384 H100", 54 * 24 * 16_384 / 419, "arXiv 2407.21783: 419 in 54 days, maintenance apart"),
-    Fleet("Meta, 32,000 GPUs", 24 * NODE * 1000 / 2.3, "arXiv 2602.00277: 2.3 a day for 1,000 servers"),
-    Fleet("Meta RSC-2, A100", 24 * NODE * 1000 / 2.34, "arXiv 2410.21680: 2.34 in 1,000 node-days"),
-    Fleet("Meta RSC-1, A100", 24 * NODE * 1000 / 6.50, "arXiv 2410.21680: 6.50 in 1,000 node-days"),
+    Fleet("Meta, 32,000 GPUs", 24 * GPUS_PER_SERVER * 1000 / 2.3, "arXiv 2602.00277: 2.3 a day for 1,000 servers"),
+    Fleet("Meta RSC-2, A100", 24 * GPUS_PER_SERVER * 1000 / 2.34, "arXiv 2410.21680: 2.34 in 1,000 node-days"),
+    Fleet("Meta RSC-1, A100", 24 * GPUS_PER_SERVER * 1000 / 6.50, "arXiv 2410.21680: 6.50 in 1,000 node-days"),
     Fleet("RSC, jobs of 1,024 A100", 7.9 * 1024, "arXiv 2410.21680: one in 7.9 hours"),
 )
-USUAL = FLEETS[0]
+DEFAULT_FLEET = FLEETS[0]
 
-HANGS = 0.099  # of failures: arXiv 2509.16293, table 1. Ranks notice them after train.timeout, and a dead rank at once
+HANG_SHARE = (
+    0.099  # of failures: arXiv 2509.16293, table 1. Ranks notice them after train.timeout, and a dead rank at once
+)
 HANGS_SOURCE = "9.9% of failures are hangs (arXiv 2509.16293), seen after train.timeout; others at once"
-TIMEOUT = 600.0  # seconds of train.timeout, where a job does not say
-RESTART = 600.0
+DEFAULT_TIMEOUT = 600.0  # seconds of train.timeout, where a job does not say
+RESTART_SECONDS = 600.0
 RESTART_SOURCE = "Meta's synchronous restarts (arXiv 2602.00277); MegaScale's diagnosis stays below (arXiv 2402.15627)"
 
 # What a save costs the steps. 405B on 8,960 GPUs: blocked 0.59 s, saved in 51.06 s (ByteCheckpoint, arXiv 2407.20143,
 # table 8). This code has measured one H200: at most 0.25 s (benchmarks/h200-train-run.csv, steps 40 and 41).
-BLOCKED = 0.59
+BLOCKED_SECONDS = 0.59
 BLOCKED_SOURCE = "405B on 8,960 GPUs (arXiv 2407.20143, table 8); one H200 with this code: at most 0.25 s"
-COPIED = 55e9  # bytes a second from a GPU to the host, beside the next step (docs/speed.md)
+GPU_COPY_RATE = 55e9  # bytes a second from a GPU to the host, beside the next step (docs/speed.md)
 # On CPUs nothing runs beside the steps: 305 MB cost them 0.886 s (docs/checkpoints.md, two Arm cores, one rank).
-CPU_COPIED = 305e6 / 0.886
+CPU_COPY_RATE = 305e6 / 0.886
 CPU_SOURCE = "305 MB cost the steps of two Arm cores 0.886 s (docs/checkpoints.md)"
 
 # Bytes a second into storage: a node's own disk under this code (benchmarks/h200-train-8b-2-checkpoint.json), and all
 # nodes together as in the 51.06 s above, at 12 bytes a parameter.
-NODE_STORES = 2.08e9
-STORES = 405.85e9 * 12 / 51.06
-STORES_SOURCE = "2.08 a node (one H200, this code), at most 95 in all (arXiv 2407.20143: 405B saved in 51 s)"
-READS = 2  # times that a load reads every byte: once to hash it (docs/checkpoints.md)
+NODE_STORAGE_RATE = 2.08e9
+MAX_STORAGE_RATE = 405.85e9 * 12 / 51.06
+STORAGE_SOURCE = "2.08 a node (one H200, this code), at most 95 in all (arXiv 2407.20143: 405B saved in 51 s)"
+READS_PER_LOAD = 2  # times that a load reads every byte: once to hash it (docs/checkpoints.md)
 
 # One rank's steps: 35 of 0.602 s with a deviation of 4.4 ms (benchmarks/h200-train-run.csv, steps 6 to 40).
-JITTER = 0.0072
+STEP_JITTER = 0.0072
 JITTER_SOURCE = "one H200, this code"
-SLOW_SHARE, SLOWER = 0.005, 0.10  # of machines, by as much: MegaScale, arXiv 2402.15627, section 6.3
+SLOW_SHARE, SLOW_DELAY = 0.005, 0.10  # of machines, by as much: MegaScale, arXiv 2402.15627, section 6.3
 SLOW_SOURCE = "arXiv 2402.15627: 0.5% of machines take 10% longer"
 
 
@@ -142,7 +144,7 @@ SLOW_SOURCE = "arXiv 2402.15627: 0.5% of machines take 10% longer"
 
 
 GB = 1e9
-GIVEN = "as given"
+GIVEN_SOURCE = "as given"
 
 
 @dataclass(frozen=True)
@@ -179,64 +181,64 @@ def saved_bytes(option: Option) -> int:
     return round(option.workload.spec.parameter_count * option.workload.software.accounting.saved)
 
 
-def failures_of(option: Option, costs: FailureCosts = PUBLISHED, timeout: float = TIMEOUT) -> Failures:
-    """Those of a plan whose ranks wait `timeout` seconds for one that hangs; the sources are in `inputs`."""
-    world, size, stored = option.layout.world, saved_bytes(option), _stored(option, costs)
+def failures_of(option: Option, costs: FailureCosts = PUBLISHED, timeout: float = DEFAULT_TIMEOUT) -> Failures:
+    """Those of a plan whose ranks wait `timeout` seconds for one that hangs; the sources are in `failure_inputs`."""
+    world, size, stored = option.layout.world, saved_bytes(option), _storage_rate(option, costs)
     share = size / world
     if option.workload.first_device.accelerator.is_cpu:
-        blocked = share / CPU_COPIED
+        blocked = share / CPU_COPY_RATE
     else:  # the copy runs beside the next step, and what is longer than that step blocks
-        blocked = BLOCKED + max(0.0, share / COPIED - option.seconds)
+        blocked = BLOCKED_SECONDS + max(0.0, share / GPU_COPY_RATE - option.seconds)
     return Failures(
-        between=(USUAL.hours if costs.mtbf is None else costs.mtbf) * HOUR / world,
+        between=(DEFAULT_FLEET.hours if costs.mtbf is None else costs.mtbf) * HOUR / world,
         blocked=blocked if costs.save is None else costs.save,
         writing=size / stored,
-        detect=HANGS * timeout if costs.detect is None else costs.detect,
-        restart=RESTART if costs.restart is None else costs.restart,
-        reload=READS * size / stored,
+        detect=HANG_SHARE * timeout if costs.detect is None else costs.detect,
+        restart=RESTART_SECONDS if costs.restart is None else costs.restart,
+        reload=READS_PER_LOAD * size / stored,
     )
 
 
-def inputs(option: Option, costs: FailureCosts, it: Failures) -> list[Input]:
+def failure_inputs(option: Option, costs: FailureCosts, it: Failures) -> list[Input]:
     """What `failures_of` has found, in the order in which it happens."""
-    usual, world, on_cpu = USUAL, option.layout.world, option.workload.first_device.accelerator.is_cpu
+    usual, world, on_cpu = DEFAULT_FLEET, option.layout.world, option.workload.first_device.accelerator.is_cpu
     blocked = CPU_SOURCE if on_cpu else BLOCKED_SOURCE
     of_gpu = f"{usual.name} ({usual.source})" + ("; nobody has counted CPUs'" if on_cpu else "")
-    size, rate = saved_bytes(option) / GB, _stored(option, costs) / GB
+    size, rate = saved_bytes(option) / GB, _storage_rate(option, costs) / GB
 
     def source(given: float | None, otherwise: str) -> str:
-        return otherwise if given is None else GIVEN
+        return otherwise if given is None else GIVEN_SOURCE
 
     return [
         Input("a GPU fails once in", it.between * world / HOUR, "h", source(costs.mtbf, of_gpu)),
         Input("the job", it.between / HOUR, "h", f"that, over {world:,} ranks"),
         Input("to notice it", it.detect, "s", source(costs.detect, HANGS_SOURCE)),
         Input("to start again", it.restart, "s", source(costs.restart, RESTART_SOURCE)),
-        Input("storage", rate, "GB/s", source(costs.storage, STORES_SOURCE)),
+        Input("storage", rate, "GB/s", source(costs.storage, STORAGE_SOURCE)),
         Input("to load", it.reload, "s", f"{size:,.4g} GB, read twice: once to be hashed"),
         Input("to write", it.writing, "s", "the same once, beside the steps; then the checkpoint counts"),
         Input("a save blocks", it.blocked, "s", source(costs.save, blocked)),
     ]
 
 
-def _stored(option: Option, costs: FailureCosts) -> float:
+def _storage_rate(option: Option, costs: FailureCosts) -> float:
     """Bytes a second."""
     if costs.storage is not None:
         return costs.storage * GB
-    return min(option.workload.cluster.machines * NODE_STORES, STORES)
+    return min(option.workload.cluster.machines * NODE_STORAGE_RATE, MAX_STORAGE_RATE)
 
 
 # ---- simulate -------------------------------------------------------------------------------------------------------
 # Runs that fail at random, many at a time: how long each takes, and what the time goes into.
 
 
-RUNS = 1000
-AT_ONCE = 64  # failures of each run that are drawn together
-MOST = 100_000  # failures of a run, on average, that are still simulated
+SIMULATED_RUNS = 1000
+FAILURES_PER_DRAW = 64  # failures of each run that are drawn together
+MAX_FAILURES = 100_000  # failures of a run, on average, that are still simulated
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulatedRuns:
     """Of each run: seconds from the first step to the last save, failures, and seconds without steps after them."""
 
     work: float
@@ -262,39 +264,41 @@ class Simulated:
 
 
 @lru_cache(maxsize=64)
-def simulated(work: float, interval: float, it: Failures, runs: int = RUNS, seed: int = 0) -> Simulated | None:
+def simulate_runs(
+    work: float, interval: float, it: Failures, runs: int = SIMULATED_RUNS, seed: int = 0
+) -> SimulatedRuns | None:
     """`runs` runs of `work` seconds of steps, saved every `interval`; None where failures leave no progress.
 
     Time passes from failure to failure, many of all runs at once. What is lost by one is all since the newest save that
     had been written by then.
     """
     interval = min(interval, work)
-    if expected(work, interval, it) > MOST * it.between:
+    if expected_seconds(work, interval, it) > MAX_FAILURES * it.between:
         return None
     draw, cycle = np.random.default_rng(seed), it.cycle(interval)
     left = np.full(runs, work / interval)  # intervals of work that no written save has yet
     seconds, failures, down = np.zeros(runs), np.zeros(runs, dtype=int), np.zeros(runs)
-    before = np.full(AT_ONCE, it.down)  # from a failure to the first step
+    before = np.full(FAILURES_PER_DRAW, it.down)  # from a failure to the first step
     before[0], running = 0.0, np.arange(runs)
     while running.size:
-        lasts = draw.exponential(it.between, (running.size, AT_ONCE))
+        lasts = draw.exponential(it.between, (running.size, FAILURES_PER_DRAW))
         gains = np.maximum(0.0, np.floor((lasts - before - it.writing) / cycle))
         needs = before + (left[running, None] - gains.cumsum(1) + gains) * cycle + it.writing
         ends = lasts >= needs
         over = ends.any(1)
-        last = np.where(over, ends.argmax(1), AT_ONCE)  # the failure that does not come
-        happens = np.arange(AT_ONCE) < last[:, None]
-        lasts = np.where(ends, needs, lasts) * (np.arange(AT_ONCE) <= last[:, None])
+        last = np.where(over, ends.argmax(1), FAILURES_PER_DRAW)  # the failure that does not come
+        happens = np.arange(FAILURES_PER_DRAW) < last[:, None]
+        lasts = np.where(ends, needs, lasts) * (np.arange(FAILURES_PER_DRAW) <= last[:, None])
         seconds[running] += lasts.sum(1)
         down[running] += np.minimum(lasts, before).sum(1)
         failures[running] += happens.sum(1)
         left[running] -= (gains * happens).sum(1)
         running, before[0] = running[~over], it.down
     saving = work / interval * (cycle - interval) + it.writing
-    return Simulated(work, saving, seconds, failures, down)
+    return SimulatedRuns(work, saving, seconds, failures, down)
 
 
-def standard_error(runs: Simulated) -> float:
+def standard_error(runs: SimulatedRuns) -> float:
     """Of the mean of `seconds`."""
     return float(runs.seconds.std(ddof=1)) / math.sqrt(len(runs.seconds))
 
@@ -303,7 +307,7 @@ def standard_error(runs: Simulated) -> float:
 # A planned run under failures: its steps, how often they are saved, and how long that takes.
 
 
-LOW, HIGH = 0.1, 0.9  # of simulated runs
+LOW_QUANTILE, HIGH_QUANTILE = 0.1, 0.9  # of simulated runs
 
 
 @dataclass(frozen=True)
@@ -324,7 +328,7 @@ class GoodputRun:
 
     @property
     def expected(self) -> float:
-        return expected(self.work, self.interval, self.failures)
+        return expected_seconds(self.work, self.interval, self.failures)
 
     @property
     def best(self) -> int:
@@ -335,11 +339,11 @@ class GoodputRun:
     def most(self) -> int:
         return max(1, self.steps // 10)
 
-    def simulated(self, runs: int = RUNS, seed: int = 0) -> Simulated | None:
-        return simulated(self.work, self.interval, self.failures, runs, seed)
+    def simulated(self, runs: int = SIMULATED_RUNS, seed: int = 0) -> SimulatedRuns | None:
+        return simulate_runs(self.work, self.interval, self.failures, runs, seed)
 
-    def days(self, runs: Simulated) -> list[float]:
-        return [runs.quantile(share) / DAY for share in (LOW, 0.5, HIGH)]
+    def days(self, runs: SimulatedRuns) -> list[float]:
+        return [runs.quantile(share) / DAY for share in (LOW_QUANTILE, 0.5, HIGH_QUANTILE)]
 
     def figures(self) -> dict[str, Any]:
         """The same as plain data, with what 1,000 runs have come to; None where they come to no end."""
@@ -352,7 +356,7 @@ class GoodputRun:
         }
 
 
-def length(days: float) -> str:
+def days_text(days: float) -> str:
     """115 days, 3.1 hours, 2.0 minutes."""
     if days >= 100:
         return f"{days:,.0f} days"
@@ -390,7 +394,7 @@ def expected_maximum(draws: int) -> float:
     return float(np.where(at > 0, 1 - all_below, -all_below).sum() * width)
 
 
-def straggling(ranks: int, per_machine: int, deviation: float = JITTER) -> Straggling:
+def expected_straggling(ranks: int, per_machine: int, deviation: float = STEP_JITTER) -> Straggling:
     """`deviation` is that of a rank's step, as a share of its mean; normal, and independent from rank to rank."""
     chance = -math.expm1(math.ceil(ranks / per_machine) * math.log1p(-SLOW_SHARE))
-    return Straggling(ranks, deviation * expected_maximum(ranks), chance, SLOWER * chance)
+    return Straggling(ranks, deviation * expected_maximum(ranks), chance, SLOW_DELAY * chance)

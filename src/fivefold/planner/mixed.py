@@ -21,7 +21,7 @@ from fivefold.support.text import either
 MOST_ORDERS = 6  # of groups, that are tried
 
 
-def merged(cluster: Cluster) -> Cluster:
+def merge_groups(cluster: Cluster) -> Cluster:
     """The same nodes with those of one kind in one group, in the order in which the kinds first appear.
 
     Ranks that were measured are where they are: of those only neighbours are of one group."""
@@ -72,7 +72,7 @@ def groups_of(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
     return tuple(at for at, group in enumerate(cluster.groups) for _ in range(group.world // row))
 
 
-def spanning(cluster: Cluster, layout: Layout) -> list[str]:
+def span_problems(cluster: Cluster, layout: Layout) -> list[str]:
     """Why a layout's degrees do not span the groups; empty where they do."""
     try:
         groups_of(cluster, layout)
@@ -81,7 +81,7 @@ def spanning(cluster: Cluster, layout: Layout) -> list[str]:
     return []
 
 
-def hosts(cluster: Cluster, dp: int, given: str) -> str:
+def hosts_in_rank_order(cluster: Cluster, dp: int, given: str) -> str:
     """A mixed cluster as its hosts are to be numbered: for each replica its nodes of every kind, in the pipeline's
     order. `given` is how the user wrote it, with the names of their accelerators; a file of tables stays that."""
     try:
@@ -100,25 +100,26 @@ def hosts(cluster: Cluster, dp: int, given: str) -> str:
 # ---- split ----------------------------------------------------------------------------------------------------------
 # How many layers each stage takes where devices differ: by speed, as far as each rank's own memory goes.
 #
-# divided(workload) # by the ranks' loads: exact where microbatches are many
-# refined(workload) # then layer by layer, as long as the simulated step becomes shorter
+# divide_layers(workload) # by the ranks' loads: exact where microbatches are many
+# refine_split(workload) # then layer by layer, as long as the simulated step becomes shorter
 
 
-TRIES = 12  # of handing layers on, until all ranks fit
-EVALUATIONS = 300  # of a refinement, at most
-FEW = 4  # stages, of which two layers are moved at a time
+MAX_MEMORY_ROUNDS = 12  # of handing layers on, until all ranks fit
+MAX_EVALUATIONS = 300  # of a refinement, at most
+MAX_STAGES_OF_DOUBLE_MOVES = 4  # stages, of which two layers are moved at a time
 
 
-def divided(workload: Workload) -> Workload:
+def divide_layers(workload: Workload) -> Workload:
     """The workload with layers divided by speed; a rank that would not fit gives layers to the others, as far as they
     have room. If there is none, layers stay where they are quickest. `auto`, made for a split, takes that of 1F1B."""
     if workload.layout.record.uses_stage_times:
         return replace(
-            workload, layout=structs.replace(workload.layout, split=divided(with_full_backward(workload)).layout.split)
+            workload,
+            layout=structs.replace(workload.layout, split=divide_layers(with_full_backward(workload)).layout.split),
         )
     caps = [workload.spec.layers] * workload.layout.pp
     quickest = shared = with_split(workload, by_load(workload, caps))
-    for _ in range(TRIES):
+    for _ in range(MAX_MEMORY_ROUNDS):
         over = {rank: many for rank in range(workload.layout.pp) if (many := _excess(shared, rank))}
         if not over:
             return shared
@@ -162,18 +163,18 @@ def with_split(workload: Workload, layers: Sequence[int]) -> Workload:
     return replace(workload, layout=structs.replace(workload.layout, split=tuple(split)))
 
 
-def refined(workload: Workload, evaluations: int = EVALUATIONS) -> Workload:
-    """A workload that `divided` made, after moves of layers between stages that shorten the simulated step: of one
-    layer, and of few stages two at a time where one gains nothing."""
-    fits = fitting(workload)
+def refine_split(workload: Workload, evaluations: int = MAX_EVALUATIONS) -> Workload:
+    """Moves layers of a workload that `divide_layers` made between stages while that shortens the simulated step: one
+    layer at a time; with few stages two at a time, if one gains nothing."""
+    fits = fits_on_all_ranks(workload)
     best, seconds, left = workload, estimate(workload).seconds, evaluations
     reach = 1
-    while left and reach <= (2 if workload.layout.stages <= FEW else 1):
+    while left and reach <= (2 if workload.layout.stages <= MAX_STAGES_OF_DOUBLE_MOVES else 1):
         better = None
         for other in islice(_moves(best, reach), left):
             left -= 1
             now = estimate(other).seconds
-            if now < seconds * (1 - 1e-9) and (not fits or fitting(other)):
+            if now < seconds * (1 - 1e-9) and (not fits or fits_on_all_ranks(other)):
                 better, seconds = other, now
         reach, best = (1, better) if better else (reach + 1, best)
     return best
@@ -203,7 +204,7 @@ def footprints(workload: Workload) -> list[Footprint]:
     return [footprint_of(workload, rank) for rank in range(workload.layout.pp)]
 
 
-def fitting(workload: Workload) -> bool:
+def fits_on_all_ranks(workload: Workload) -> bool:
     """Whether every rank fits into its own device."""
     return all(needs.total <= USABLE_FRACTION * workload.device_memory_of(needs.rank) for needs in footprints(workload))
 

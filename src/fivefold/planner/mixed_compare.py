@@ -18,7 +18,7 @@ from fivefold.cost.step import Workload
 from fivefold.hardware.accelerators import PRECISIONS, Accelerator
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.mixed import divided, groups_of, merged, refined
+from fivefold.planner.mixed import divide_layers, groups_of, merge_groups, refine_split
 from fivefold.planner.plan import question
 from fivefold.planner.search import Option, evaluate, search
 from fivefold.render.blocks import Block, Result, Table, Text
@@ -27,7 +27,10 @@ from fivefold.support.errors import UserError
 from fivefold.support.ranges import misfit, within
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "auto")
-KIN = ("1f1b", "zb-h1")  # schedules of one stage a rank, for which layers are moved before `auto` is made for them
+ONE_STAGE_SCHEDULES = (
+    "1f1b",
+    "zb-h1",
+)  # schedules of one stage a rank, for which layers are moved before `auto` is made for them
 
 
 @dataclass(frozen=True)
@@ -166,14 +169,16 @@ def _rows(workload: Workload, factor: float | None, schedules: Sequence[str]) ->
 def best_split(workload: Workload) -> Workload:
     """Layers by speed and memory, refined on the clock; `auto`, which is made for a split, takes the better of two."""
     if not workload.layout.record.uses_stage_times:
-        return refined(divided(workload))
-    splits = {_with_schedule(workload, name) for name in KIN}
+        return refine_split(divide_layers(workload))
+    splits = {_with_schedule(workload, name) for name in ONE_STAGE_SCHEDULES}
     options = [evaluate(replace(workload, layout=structs.replace(workload.layout, split=split))) for split in splits]
     return min(options, key=lambda option: (not option.fits, option.seconds)).workload
 
 
 def _with_schedule(workload: Workload, name: str) -> tuple[int, ...]:
-    return refined(divided(replace(workload, layout=structs.replace(workload.layout, schedule=name)))).layout.split
+    return refine_split(
+        divide_layers(replace(workload, layout=structs.replace(workload.layout, schedule=name)))
+    ).layout.split
 
 
 def idle(option: Option) -> float:
@@ -185,7 +190,7 @@ def idle(option: Option) -> float:
 
 
 def _clusters(cluster: Cluster, slower: Sequence[float]) -> list[tuple[float | None, Cluster]]:
-    like = merged(cluster)
+    like = merge_groups(cluster)
     if not slower:
         if len(like.groups) == 1:
             raise UserError(

@@ -1,4 +1,4 @@
-"""All layouts over unlike nodes at once: arrays of choices and of the groups' orders, with closed forms (closed.py)."""
+"""All layouts over mixed nodes at once: arrays of choices and of the groups' orders, with closed forms."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,8 +16,8 @@ from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, USABLE_
 from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.closed import SLACK, Array, BlockShape, Choices, Closed
-from fivefold.planner.closed_ranks import closed_by_kind, joined
+from fivefold.planner.closed_forms import MEMORY_SLACK, Array, BlockShape, Choices, Closed
+from fivefold.planner.closed_forms_by_rank import closed_by_kind, joined
 from fivefold.planner.mixed import groups_of, orders
 from fivefold.planner.space import SearchQuery, Space, legal, shapes_of
 from fivefold.spec.pattern import Layer
@@ -26,11 +26,11 @@ from fivefold.support.text import divisors
 # ---- closed ---------------------------------------------------------------------------------------------------------
 # Closed forms of time and memory for many layouts over unlike nodes at once: they rank and prune.
 #
-# They are those of like nodes (`closed.py`), taken on each group's devices. Layers are divided by the time they
+# They are those of like nodes (`closed_forms.py`), taken on each group's devices. Layers are divided by the time they
 # take on each rank, as far as its own memory goes: the least time in which all ranks together hold the model.
 
 
-ROUNDS = 12  # of bisection: that time to a few thousandths of itself
+BISECTION_ROUNDS = 12  # of bisection: that time to a few thousandths of itself
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _deal_unlike(counts: Array, each: Array, ends: Array, per_layer: Array, room
 
 def _least(low: Array, high: Array, enough: Callable[[Array], Array]) -> Array:
     """The least times that are enough, nearly."""
-    for _ in range(ROUNDS):
+    for _ in range(BISECTION_ROUNDS):
         middle = (low + high) / 2
         fine = enough(middle)
         low, high = np.where(fine, low, middle), np.where(fine, middle, high)
@@ -244,7 +244,7 @@ class MixedSpace:
 
     @property
     def fits(self) -> Array:
-        return self.space.memory <= USABLE_FRACTION * SLACK
+        return self.space.memory <= USABLE_FRACTION * MEMORY_SLACK
 
     def workload(self, workload: Workload, at: int) -> Workload:
         """One combination, its layers not yet divided."""

@@ -19,8 +19,8 @@ from fivefold.support.errors import UserError
 from fivefold.support.ranges import TOKENS, checked, within
 from fivefold.support.text import si
 
-_PARTS = {"embedding": "embedding", "norm": "norms", "bias": "biases"}
-_ORDER = ("embedding", "attention", "other mixers", "mlp", "experts", "norms", "biases", "head")
+_PART_OF_KIND = {"embedding": "embedding", "norm": "norms", "bias": "biases"}
+_PART_ORDER = ("embedding", "attention", "other mixers", "mlp", "experts", "norms", "biases", "head")
 STATE_DTYPES = ("bfloat16", "float32")
 
 
@@ -35,17 +35,17 @@ class ModelResult(Result):
         """Parameters by the part of the decoder that they belong to."""
         spec, parts = self.spec, Counter[str]()
         for param in msgspec.structs.replace(spec, layers=0).parameters():
-            parts["head" if param.kind == "linear" else _PARTS[param.kind]] += param.size
+            parts["head" if param.kind == "linear" else _PART_OF_KIND[param.kind]] += param.size
         for layer, times in spec.counted().items():
             for param in spec.block_parameters(spec.first(layer)):
                 if param.kind in ("norm", "bias"):
-                    parts[_PARTS[param.kind]] += times * param.size
+                    parts[_PART_OF_KIND[param.kind]] += times * param.size
                 elif param.kind == "filter":
                     parts["other mixers"] += times * param.size
             for matmul in block(spec, layer=layer).matmuls:
-                branch = matmul.branch if matmul.branch in _ORDER else "other mixers"
+                branch = matmul.branch if matmul.branch in _PART_ORDER else "other mixers"
                 parts["experts" if matmul.experts else branch] += times * matmul.size
-        return {name: parts[name] for name in _ORDER if parts[name]}
+        return {name: parts[name] for name in _PART_ORDER if parts[name]}
 
     @property
     def states(self) -> dict[str, State]:

@@ -21,12 +21,12 @@ from fivefold.planner.explain import RANKS_BY
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.support.text import divisors
 
-NEAR = 6  # values of a degree that are tried, the nearest first
-TRIED = 400  # layouts that are held against the rules, for each set of other choices
-KEPT = 6.0  # how much further away a change of the field is that is to be kept
-WEIGHTS = {"tp": 1.0, "pp": 1.1, "cp": 1.2, "ep": 0.8, "microbatches": 0.5}  # of a doubling
+MAX_VALUES = 6  # values of a degree that are tried, the nearest first
+MAX_LAYOUTS = 400  # layouts that are held against the rules, for each set of other choices
+KEPT_FIELD_WEIGHT = 6.0  # how much further away a change of the field is that is to be kept
+FIELD_WEIGHTS = {"tp": 1.0, "pp": 1.1, "cp": 1.2, "ep": 0.8, "microbatches": 0.5}  # of a doubling
 # Other choices that may stand in the way, each with a value that never does.
-PLAIN: tuple[dict[str, Any], ...] = (
+SIMPLER_CHOICES: tuple[dict[str, Any], ...] = (
     {}, {"sp": False}, {"replicate": 1}, {"split": ()}, {"schedule": "1f1b", "chunks": 0}, {"cp_kind": "ring"},
     {"zero": 1, "replicate": 1},
     {"sp": False, "replicate": 1, "split": (), "schedule": "1f1b", "chunks": 0, "cp_kind": "ring", "zero": 1},
@@ -108,10 +108,10 @@ def _following(workload: Workload, before: Layout, layout: Layout) -> Layout:
 
 def nearest(workload: Workload, layout: Layout, keep: str = "") -> Layout | None:
     """The nearest layout without problems; the field `keep` changes only where it must."""
-    for plain in PLAIN:
+    for plain in SIMPLER_CHOICES:
         start = structs.replace(layout, **plain)
         around = sorted(_around(workload, start, keep), key=lambda change: change[0])
-        for _, changes in around[:TRIED]:
+        for _, changes in around[:MAX_LAYOUTS]:
             candidate = structs.replace(start, **changes)
             if not problems(workload, candidate):
                 return candidate
@@ -123,10 +123,12 @@ def _around(workload: Workload, layout: Layout, keep: str) -> Iterator[tuple[flo
     world, fitting, total = workload.cluster.world, steps(workload, layout), layout.dp * layout.microbatches
 
     def far(field: str, value: int, of: int) -> float:
-        return abs(math.log2(value / of)) * WEIGHTS.get(field, 0.0) * (KEPT if field == keep else 1.0)
+        return (
+            abs(math.log2(value / of)) * FIELD_WEIGHTS.get(field, 0.0) * (KEPT_FIELD_WEIGHT if field == keep else 1.0)
+        )
 
     near = {
-        axis: sorted(fitting[axis], key=lambda n: abs(math.log2(n / getattr(layout, axis))))[:NEAR]
+        axis: sorted(fitting[axis], key=lambda n: abs(math.log2(n / getattr(layout, axis))))[:MAX_VALUES]
         for axis in ("tp", "pp", "cp")
     }
     for tp, pp, cp in product(*near.values()):
@@ -136,7 +138,7 @@ def _around(workload: Workload, layout: Layout, keep: str) -> Iterator[tuple[flo
         wanted = layout.microbatches if keep == "microbatches" else max(1, round(total / dp))
         counts = sorted(divisors(workload.batch // dp), key=lambda n: abs(math.log2(n / wanted)))[:4]
         distance = far("tp", tp, layout.tp) + far("pp", pp, layout.pp) + far("cp", cp, layout.cp)
-        distance += abs(math.log2(dp / layout.dp)) * (KEPT if keep == "dp" else 0.0)
+        distance += abs(math.log2(dp / layout.dp)) * (KEPT_FIELD_WEIGHT if keep == "dp" else 0.0)
         base = {"tp": tp, "pp": pp, "cp": cp, "dp": dp}
         shared = divisors(max(1, dp // layout.replicate) * cp * tp)
         for count in {*counts, *(n for n in divisors(workload.batch // dp) if n >= 2 * pp and n < 4 * pp)}:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint, footprint_of
-from fivefold.planner.explain import CAUSES, AxisTraffic, Neighbour, traffic, traffic_rank
+from fivefold.planner.explain import CAUSE_NAMES, AxisTraffic, Neighbour, traffic, traffic_rank
 from fivefold.planner.mixed import groups_of
 from fivefold.planner.search import Option
 from fivefold.render.chart import TOP, Bar, Plot, amount, legend, sheet, stacked
@@ -31,8 +31,8 @@ from fivefold.render.scene import (
 GB = 1e9
 STAGES, NEIGHBOURS = 8, 14  # rows, at most
 LEFT, RIGHT = 226.0, 210.0  # room for what stands left and right of bars
-ROW = 32.0
-LONGEST = 1.5  # of the device: a longer bar is cut
+ROW_HEIGHT = 32.0
+MAX_BAR = 1.5  # of the device: a longer bar is cut
 Parts = list[tuple[str, str, float]]  # name, colour, size
 # Compute is blue and green, communication warm, waiting grey.
 TIMES = {
@@ -78,7 +78,9 @@ def overview(option: Option) -> Scene:
     """Memory against the device, and the step by cause."""
     workload = option.workload
     memory = detailed(option.footprint)
-    time = [(CAUSES[cause], TIMES[cause], length) for cause, length in option.estimate.causes.items() if length > 0]
+    time = [
+        (CAUSE_NAMES[cause], TIMES[cause], length) for cause, length in option.estimate.causes.items() if length > 0
+    ]
     unit, scale = ("s", 1.0) if option.seconds >= 1 else ("ms", 1e3)
     time = [(name, colour, length * scale) for name, colour, length in time]
     scene = sheet(f"{workload.spec.name} on {workload.cluster}", str(option.layout), 0.0, str(option.layout))
@@ -121,8 +123,8 @@ def memory(option: Option, neighbours: Sequence[Neighbour]) -> Scene:
         description,
         0.0,
     )
-    high = min(LONGEST * device, 1.06 * max(device, *(bar.total for bar in bars)))
-    plot = Plot(scene, LEFT, TOP + 40, WIDTH - LEFT - RIGHT, ROW * len(bars), (0, 0), (high, 1))
+    high = min(MAX_BAR * device, 1.06 * max(device, *(bar.total for bar in bars)))
+    plot = Plot(scene, LEFT, TOP + 40, WIDTH - LEFT - RIGHT, ROW_HEIGHT * len(bars), (0, 0), (high, 1))
     more = f"; {left_out} more changes are left out" if left_out > 0 else ""
     plot.axis_x(f"GB on the fullest pipeline rank{more}")
     plot.limit_x(device, f"device {device:.0f} GB")

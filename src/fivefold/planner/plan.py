@@ -21,7 +21,7 @@ from fivefold.job.config import Job, job_of
 from fivefold.job.recipes import usual_batch
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import RANKS_BY, better_batch, nearest_fit, neighbours, simplest
-from fivefold.planner.mixed import groups_of, merged
+from fivefold.planner.mixed import groups_of, merge_groups
 from fivefold.planner.result import PlanResult, SimulateResult
 from fivefold.planner.search import SURVIVORS, By, Option, Ranking, evaluate, search
 from fivefold.planner.training import batch_of, budget_of, training_of
@@ -32,7 +32,7 @@ from fivefold.support.ranges import SEQUENCES, TOKENS, checked, misfit, within
 from fivefold.support.text import did_you_mean
 
 USUAL_CLUSTER = "8xH100"  # where neither the question nor the job names one
-SEQ = 8192  # tokens of a sequence, where none is given and the model's context is longer
+DEFAULT_SEQ = 8192  # tokens of a sequence, where none is given and the model's context is longer
 
 
 def plan(
@@ -228,7 +228,7 @@ def _question(
     if wrong := spec.problems():
         raise UserError(wrong)
     if seq is None:
-        seq = job.data.seq if "data.seq" in named else min(spec.context, SEQ)
+        seq = job.data.seq if "data.seq" in named else min(spec.context, DEFAULT_SEQ)
     checked("seq", seq, within(1, TOKENS))
     if spec.positions == "learned" and seq > spec.context:
         longer = f"seq={seq} is longer than the {spec.context} learned positions of {spec.name}"
@@ -258,5 +258,5 @@ def _given(workload: Workload, layout: str | Layout) -> Option:
     )
     if problems:
         raise UserError(problems)
-    workload = replace(workload, cluster=merged(workload.cluster))
+    workload = replace(workload, cluster=merge_groups(workload.cluster))
     return evaluate(replace(workload, layout=layout, groups=groups_of(workload.cluster, layout)))

@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fivefold.cost.moe import IMBALANCE, SOURCE, more_even
+from fivefold.cost.moe import IMBALANCE, IMBALANCE_SOURCE, more_even
 from fivefold.cost.peak_memory import USABLE_FRACTION
 from fivefold.cost.step import Workload
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
-from fivefold.planner.error_range import IN_WORDS, SHARE, bands, memory_range, step_range
-from fivefold.planner.explain import ALIKE, CAUSES, Neighbour, difference, traffic, traffic_rank
-from fivefold.planner.goodput import length
-from fivefold.planner.mesh import MeshResult
+from fivefold.planner.error_range import COVERAGE, IN_WORDS, bands, memory_range, step_range
+from fivefold.planner.explain import CAUSE_NAMES, EQUAL_TIME, Neighbour, difference, traffic, traffic_rank
+from fivefold.planner.goodput import days_text
+from fivefold.planner.mesh_picture import MeshResult
 from fivefold.planner.pictures import fastest_first, memory, overview, sent
 from fivefold.planner.search import By, Option
 from fivefold.planner.training import DAY, GB, Training
@@ -24,9 +24,9 @@ from fivefold.schedules.terminal import LEFT_OUT, legend, timeline
 from fivefold.support.errors import UserError
 from fivefold.support.text import si
 
-DRAWN = 1024  # passes of a pipeline that a terminal can show
+MAX_DRAWN_PASSES = 1024  # passes of a pipeline that a terminal can show
 NEGLIGIBLE = 5e-4  # of a step: a shorter cause has no row
-SMALL = 4096  # bytes: a smaller payload has no row
+MIN_SHOWN_BYTES = 4096  # bytes: a smaller payload has no row
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class PlanResult(Result):
         if self.chosen is not options[0] and self.given is None:
             faster = 1 - options[0].seconds / self.chosen.seconds
             over = options[0].workload.topology.across("tp") and not self.chosen.workload.topology.across("tp")
-            why = "but has tp over the network, of which no measured run tells" if over and faster > ALIKE else ""
+            why = "but has tp over the network, of which no measured run tells" if over and faster > EQUAL_TIME else ""
             yield Text(
                 f"{options[0].layout} is {faster:.1%} faster, "
                 f"{why or 'which is within the noise of measured runs'}; {self.chosen.layout} is simpler"
@@ -201,7 +201,7 @@ class SimulateResult(Result):
         """Who computes what when, where the pipeline has several stages."""
         if simulation := self.simulation:
             estimate, microbatches = self.option.estimate, f"{self.option.layout.microbatches} microbatches"
-            if simulation.schedule.m * simulation.schedule.p <= DRAWN:
+            if simulation.schedule.m * simulation.schedule.p <= MAX_DRAWN_PASSES:
                 yield Drawing(lambda columns, colour: timeline(simulation, columns, colour, self._left_out))
                 yield Drawing(lambda _, colour: legend([simulation], colour))
                 if self._left_out:
@@ -276,7 +276,7 @@ def _ranges(option: Option) -> dict[str, Any]:
     workload, interval = option.workload, step_range(option.workload)
     allocated = option.footprint.allocated
     return {
-        "range_share": SHARE,
+        "range_share": COVERAGE,
         "step_seconds_range": interval and interval.around(option.seconds),
         "tokens_per_second_range": interval and interval.inverse(option.tokens_per_second),
         "mfu_range": interval and interval.inverse(workload.mfu(option.seconds)),
@@ -296,7 +296,7 @@ def _range_sentence(option: Option, steps: int | None = None) -> str:
     shares = " to ".join(f"{share:.1%}" for share in interval.inverse(option.workload.mfu(option.seconds)))
     text = f"{IN_WORDS}: {times} {unit} per step, {rates} tokens/s, MFU {shares}"
     if steps is not None:
-        text += f", {' to '.join(length(steps * seconds / DAY) for seconds in (low, high))}"
+        text += f", {' to '.join(days_text(steps * seconds / DAY) for seconds in (low, high))}"
     return f"{text} (`fivefold accuracy --coverage`)"
 
 
@@ -342,7 +342,7 @@ def _ranking(options: tuple[Option, ...], chosen: Option) -> Table:
 
 def _times(option: Option) -> Table:
     rows = [
-        (CAUSES[cause], _seconds(length), f"{length / option.seconds:.1%}")
+        (CAUSE_NAMES[cause], _seconds(length), f"{length / option.seconds:.1%}")
         for cause, length in option.estimate.causes.items()
         if abs(length) >= NEGLIGIBLE * option.seconds
     ]
@@ -367,7 +367,7 @@ def _memory(option: Option) -> Table:
 
 
 def _traffic(option: Option) -> Table:
-    shown = [moved for moved in traffic(option) if moved.payload > SMALL]
+    shown = [moved for moved in traffic(option) if moved.payload > MIN_SHOWN_BYTES]
     unit, name = (GB, "GB") if any(moved.payload >= GB / 10 for moved in shown) else (1e6, "MB")
     rows = [
         (moved.axis, moved.kind, f"{moved.calls:,}", *(f"{size / unit:,.2f} {name}" for size in moved[3:6]))
@@ -409,7 +409,7 @@ def _experts(option: Option) -> Iterator[Text]:
     if workload.spec.experts is None:
         return
     active = si(workload.spec.matmul_parameters, 4)
-    why = f", {SOURCE}" if workload.imbalance == IMBALANCE else ""
+    why = f", {IMBALANCE_SOURCE}" if workload.imbalance == IMBALANCE else ""
     uneven = f"the fullest rank has {workload.imbalance:g} times the mean of the tokens{why} (--imbalance)"
     less = more_even(workload.spec, option.layout.ep, workload.imbalance)
     uneven += f"; {less}" if less else ""

@@ -18,11 +18,11 @@ from fivefold.cost.step import Estimate, Workload, estimate, simulated_microbatc
 from fivefold.hardware.accelerators import usual_node
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.closed import SLACK
-from fivefold.planner.mixed import divided, merged, refined, spanning
+from fivefold.planner.closed_forms import MEMORY_SLACK
+from fivefold.planner.mixed import divide_layers, merge_groups, refine_split, span_problems
 from fivefold.planner.mixed_space import MixedSpace, mixed_space
 from fivefold.planner.space import SearchQuery, Space, few_of_a_kind, space
-from fivefold.schedules.registry import CATALOGUE, LARGEST, RECORDS
+from fivefold.schedules.registry import CATALOGUE, MAX_SIZE, RECORDS
 from fivefold.schedules.text import to_text, with_derived_messages
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
@@ -102,7 +102,7 @@ def mixed_options(workload: Workload, candidates: MixedSpace, fixed: dict[str, A
         spent += _simulated_pairs(candidate.layout)
         if spent > MIXED_BUDGET and len(options) >= MIXED_REFINED:
             break
-        options.append(evaluate(divided(candidate)))
+        options.append(evaluate(divide_layers(candidate)))
     if by == "memory":
         return options
     best = _fitting_first(options)[:MIXED_REFINED]
@@ -119,7 +119,7 @@ def _simulated_pairs(layout: Layout) -> int:
 
 def _with_layers_moved(option: Option) -> Option:
     moves = min(MAX_MOVES, MIXED_BUDGET // (MIXED_REFINED * _simulated_pairs(option.layout)))
-    return evaluate(refined(option.workload, moves)) if moves else option
+    return evaluate(refine_split(option.workload, moves)) if moves else option
 
 
 def _fitting_first(options: list[Option]) -> list[Option]:
@@ -169,8 +169,13 @@ PER_KIND = 2  # survivors with the same tp, pp, cp, ZeRO stage and recompute
 ENOUGH_FITTING, TOO_SLOW = 8, 1.06  # after so many that fit, one that is this much slower by the closed form is skipped
 MIN_TIMED, PAIR_BUDGET = 3, 50_000  # after so many, no more (stage, microbatch) pairs than this are simulated
 MAX_CHECKED = 200  # layouts whose memory is computed exactly before closed forms must leave more room
-MEMORY_SHARES = (SLACK, 0.95, 0.85, 0.7)  # of the limit, that a closed form of memory may fill: tried in this order
-RIVALS = 2  # layouts with tp within a node that are timed, however many across nodes seem faster
+MEMORY_SHARES = (
+    MEMORY_SLACK,
+    0.95,
+    0.85,
+    0.7,
+)  # of the limit, that a closed form of memory may fill: tried in this order
+MIN_NODE_TP_OPTIONS = 2  # layouts with tp within a node that are timed, however many across nodes seem faster
 MIN_SEQ = 512  # tokens of a sequence: no shorter one is proposed where nothing fits
 ORDERS_TRIED = 20  # by a schedule that is built for its stages, about
 
@@ -192,7 +197,7 @@ class Ranking(NamedTuple):
 def search(workload: Workload, by: By = "throughput", top: int = 10, **fixed: Any) -> Ranking:
     """The best layouts. `fixed` choices (tp=8, zero=1, ...) are kept."""
     _check_fixed(workload, fixed)
-    workload = replace(workload, cluster=merged(workload.cluster))
+    workload = replace(workload, cluster=merge_groups(workload.cluster))
     if len(workload.cluster.groups) > 1 and workload.spec.experts is not None:
         raise UserError(
             f"{workload.spec.name} has experts, which are not searched over the unlike nodes of {workload.cluster}; "
@@ -204,7 +209,7 @@ def search(workload: Workload, by: By = "throughput", top: int = 10, **fixed: An
     candidates = space(SearchQuery(workload, fixed))
     if not len(candidates):
         raise UserError(_no_layout(workload, fixed), "search.none")
-    fits = candidates.memory <= workload.first_device.accelerator.memory * USABLE_FRACTION * SLACK
+    fits = candidates.memory <= workload.first_device.accelerator.memory * USABLE_FRACTION * MEMORY_SLACK
     options = _options(workload, candidates, by, fixed)
     if not options:
         raise TooLarge(_too_large(workload, candidates, fixed), "search.memory")
@@ -231,7 +236,7 @@ def _search_mixed(workload: Workload, by: By, top: int, fixed: dict[str, Any]) -
     )
 
 
-FIXED = (
+FIXABLE = (
     *("tp", "pp", "cp", "dp", "cp_kind", "zero", "replicate", "sp"),
     *("schedule", "chunks", "microbatches", "recompute", "samples"),
 )
@@ -240,7 +245,7 @@ OF_EXPERTS = ("ep", "dispatch")
 
 def _check_fixed(workload: Workload, fixed: dict[str, Any]) -> None:
     """Refuse choices that cannot be fixed, and numbers that make no sense."""
-    allowed = FIXED if workload.spec.experts is None else (*FIXED, *OF_EXPERTS)
+    allowed = FIXABLE if workload.spec.experts is None else (*FIXABLE, *OF_EXPERTS)
     expert_only = [key for key in OF_EXPERTS if key in fixed and key not in allowed]
     name = workload.spec.name
     problems = [f"{key}={fixed[key]} is of experts, and {name} has none; leave it out" for key in expert_only]
@@ -284,7 +289,9 @@ def _options(workload: Workload, candidates: Space, by: By, fixed: dict[str, Any
         roomy = order[candidates.memory[order] <= limit * share]
         if by == "throughput":
             # Among equals tp within a node wins, so some of those are timed, and first: the budget may run out.
-            few_of_a_kind(roomy[candidates.of.tp[roomy] <= node].tolist(), lambda at: at, 1, RIVALS, timed.take)
+            few_of_a_kind(
+                roomy[candidates.of.tp[roomy] <= node].tolist(), lambda at: at, 1, MIN_NODE_TP_OPTIONS, timed.take
+            )
         front = _pareto_front(candidates, roomy.tolist())[:SURVIVORS] if by == "pareto" else roomy.tolist()
         few_of_a_kind(front, kind, PER_KIND, SURVIVORS, timed.take)
         if timed.options:
@@ -345,7 +352,7 @@ class _TimedLayouts:
         """The fastest with ZeRO 3 as hybrid sharding: closed forms do not know it, and each costs little."""
         sharded = [option for option in self.options if option.layout.zero == 3 and option.layout.pp == 1]
         options = []
-        for option in sorted(sharded, key=lambda option: option.seconds)[:RIVALS]:
+        for option in sorted(sharded, key=lambda option: option.seconds)[:MIN_NODE_TP_OPTIONS]:
             for copies in divisors(option.layout.dp)[1:-1]:
                 workload = replace(option.workload, layout=structs.replace(option.layout, replicate=copies))
                 if workload.layout.problems(workload.spec, seq=workload.seq, batch=workload.batch):
@@ -385,7 +392,7 @@ def _no_layout(workload: Workload, fixed: dict[str, Any]) -> list[str]:
     known = {key: value for key, value in fixed.items() if key in Layout.__struct_fields__}
     # As many microbatches as there can be, so that a schedule complains only if it can never have enough; and as many
     # ranks as ep asks for.
-    most = {"microbatches": min(batch, LARGEST), "dp": known.get("ep", 1)}
+    most = {"microbatches": min(batch, MAX_SIZE), "dp": known.get("ep", 1)}
     problems = Layout(**(most | known)).problems(workload.spec, seq=workload.seq)
     if world % used:
         near = [n for n in divisors(world) if n != used]
@@ -423,7 +430,7 @@ def _no_layout(workload: Workload, fixed: dict[str, Any]) -> list[str]:
 def _no_spanning(workload: Workload, fixed: dict[str, Any]) -> list[str]:
     """Why no layout spans the groups: because of what was fixed, or of the nodes."""
     degrees = {axis: fixed[axis] for axis in ("dp", "tp", "pp", "cp") if axis in fixed}
-    problems = [] if "pp" in fixed else spanning(workload.cluster, Layout(**degrees))
+    problems = [] if "pp" in fixed else span_problems(workload.cluster, Layout(**degrees))
     nodes = math.gcd(*(group.nodes for group in workload.cluster.groups))
     why = (
         f"no layout of {workload.spec.name} spans the mixed nodes of {workload.cluster} with a batch of "

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fivefold.cost.moe import IMBALANCE, SOURCE, imbalance_for, more_even
+from fivefold.cost.moe import IMBALANCE, IMBALANCE_SOURCE, imbalance_for, more_even
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job, job_of
 from fivefold.layout.rules import tp_fits
@@ -31,7 +31,7 @@ from fivefold.planner.serve_cost import (
     whole_weights,
 )
 from fivefold.planner.serve_options import (
-    BOUNDS,
+    BOUND_NAMES,
     Service,
     ServingOption,
     frontier,
@@ -141,7 +141,7 @@ def why_not(service: Service, heavy: ServingOption, other: Replica) -> str:
     was, step = heavy.parts, other.step(batch, service.context)
     more = {name: getattr(step, name) - getattr(was, name) for name in step._fields}
     worst = max(more, key=lambda name: more[name])
-    cause = f", {milliseconds(more[worst])} more of it {BOUNDS[worst]}" if more[worst] > 0.02 * step.total else ""
+    cause = f", {milliseconds(more[worst])} more of it {BOUND_NAMES[worst]}" if more[worst] > 0.02 * step.total else ""
     return (
         f"{start}it gives at most {rate(fastest.per_gpu)} tokens/s per GPU instead of {rate(heavy.per_gpu)}; a step of "
         f"{sequences(batch)} takes {milliseconds(step.total)} instead of {milliseconds(heavy.step)} "
@@ -151,7 +151,7 @@ def why_not(service: Service, heavy: ServingOption, other: Replica) -> str:
 
 def _uneven(service: Service, heavy: ServingOption) -> str:
     even = replace(service.like(heavy), imbalance=1.0).step(heavy.batch, service.context).total
-    source = f" ({SOURCE})" if service.imbalance == IMBALANCE else ""
+    source = f" ({IMBALANCE_SOURCE})" if service.imbalance == IMBALANCE else ""
     less = more_even(service.spec, heavy.ep, service.imbalance)
     source += f"; {less}" if less else ""
     return (
@@ -164,7 +164,7 @@ def _uneven(service: Service, heavy: ServingOption) -> str:
 # Why a plan for serving is what it is, or why a model cannot be served as asked: sentences with numbers.
 
 
-NODE = 8  # GPUs of a usual node, where the given one is smaller
+USUAL_NODE_GPUS = 8  # GPUs of a usual node, where the given one is smaller
 
 
 def explain(service: Service, quick: ServingOption, heavy: ServingOption) -> tuple[str, ...]:
@@ -183,14 +183,14 @@ def explain(service: Service, quick: ServingOption, heavy: ServingOption) -> tup
 
 def _bound(quick: ServingOption) -> str:
     parts = sorted(quick.parts._asdict().items(), key=lambda item: -item[1])
-    shares = [f"{BOUNDS[name]} {value / quick.step:.0%}" for name, value in parts if value > 0.05 * quick.step]
+    shares = [f"{BOUND_NAMES[name]} {value / quick.step:.0%}" for name, value in parts if value > 0.05 * quick.step]
     return f"A step of {milliseconds(quick.step)} at {quick.layout} and {sequences(quick.batch)}: {', '.join(shares)}."
 
 
 def _why_not_more_tp(service: Service, quick: ServingOption, heavy: ServingOption) -> str:
     """Why not more tp: on the same GPUs with less pp where that is possible, or else on more of them."""
     spec, gpus, world = service.spec, service.group.gpus, service.group.world
-    more = [tp for tp in range(quick.tp + 1, max(8 * gpus, NODE) + 1) if tp_fits(spec, tp)]
+    more = [tp for tp in range(quick.tp + 1, max(8 * gpus, USUAL_NODE_GPUS) + 1) if tp_fits(spec, tp)]
     more = [tp for tp in more if (gpus % tp == 0 or tp % gpus == 0) and degrees(spec, tp)]
     if not more:
         return f"tp={quick.tp} is the most that {spec.heads} heads and {spec.kv_heads} kv heads allow here."
@@ -285,7 +285,7 @@ def _graphs(service: Service, quick: ServingOption) -> str:
     return f"This is without CUDA graphs; with them a step takes {took} instead of {milliseconds(quick.step)}."
 
 
-def missed(service: Service, options: list[ServingOption]) -> str:
+def missed_targets(service: Service, options: list[ServingOption]) -> str:
     """For targets that no option meets: the nearest option."""
     known = [("ttft", service.ttft, "to the first token"), ("token", service.tpot, "for each token after it")]
     targets = [(name, value, words) for name, value, words in known if value]
@@ -294,21 +294,21 @@ def missed(service: Service, options: list[ServingOption]) -> str:
     has = " and ".join(f"{milliseconds(getattr(near, name))} {words}" for name, _, words in targets)
     return (
         f"Nothing meets {asked_for}: the nearest is {near.layout} with {sequences(near.batch)} per replica, {has}; "
-        f"most of its step is {BOUNDS[near.bound]}."
+        f"most of its step is {BOUND_NAMES[near.bound]}."
     )
 
 
-def unlike(spec: ModelSpec) -> list[str]:
+def unknown_blocks(spec: ModelSpec) -> list[str]:
     """What serving does not know the cost of: other blocks than of attention and an MLP."""
     if all(layer.attends and layer.mlp and not is_plugin(layer.mlp.name) for layer in spec.counted()):
         return []
     return [f"{spec.name} has layers that are not attention and an MLP, and serving knows the cost of no others"]
 
 
-def problems(service: Service) -> list[str]:
+def request_problems(service: Service) -> list[str]:
     """Everything that is wrong with the request, before any search."""
     spec, cluster = service.spec, service.cluster
-    wrong = spec.problems() or unlike(spec)
+    wrong = spec.problems() or unknown_blocks(spec)
     given = {name: value for name, value in vars(service).items() if value is not None}
     counts = [misfit(name, given.get(name), within(1, TOKENS)) for name in ("prompt", "output", "sequences")]
     targets = [misfit(name, given.get(name), within(1e-6, SECONDS)) for name in ("ttft", "tpot")]
@@ -334,9 +334,9 @@ def problems(service: Service) -> list[str]:
     return wrong
 
 
-def needed(service: Service) -> Replica | None:
+def smallest_replica(service: Service) -> Replica | None:
     """The smallest replica that holds the model and one sequence, on as many of these GPUs as it takes."""
-    spec, gpus = service.spec, max(service.group.gpus, NODE)
+    spec, gpus = service.spec, max(service.group.gpus, USUAL_NODE_GPUS)
     weights, space = whole_weights(spec, service.precision), memory_limit(service.device)
     sizes = [
         (tp * pp, -tp)
@@ -352,12 +352,12 @@ def needed(service: Service) -> Replica | None:
     return None
 
 
-def no_room(service: Service) -> str:
+def why_nothing_fits(service: Service) -> str:
     """For a cluster where not one sequence fits: what would be needed."""
     spec, accelerator = service.spec, service.group.accelerator
     weights, cache = whole_weights(spec, service.precision), whole_cache(spec, service.cache_bytes, service.tokens)
     remedy = f"no number of {accelerator.name} holds it in equal parts"
-    if enough := needed(service):
+    if enough := smallest_replica(service):
         remedy = f"it takes {enough.world} {accelerator.name} ({enough.name})"
     smaller = replace(service, precision="fp8")
     if service.precision == "bf16" and accelerator.peak.fp8 and next(replicas(smaller), None):
@@ -369,7 +369,7 @@ def no_room(service: Service) -> str:
     )
 
 
-def too_many(service: Service) -> str:
+def why_too_many(service: Service) -> str:
     """For a model that fits, but not with so many sequences."""
     fitting = [(service.group.world // replica.world * most, replica) for replica, most in replicas(service)]
     most, best = max(fitting, key=lambda pair: pair[0])
@@ -386,8 +386,8 @@ def too_many(service: Service) -> str:
 # ---- serve ----------------------------------------------------------------------------------------------------------
 
 
-MOST = 12  # rows of the frontier
-CACHES = {1: "fp8", 2: "bf16"}
+MAX_FRONTIER_ROWS = 12  # rows of the frontier
+CACHE_DTYPES = {1: "fp8", 2: "bf16"}
 
 
 @dataclass(frozen=True)
@@ -418,18 +418,18 @@ class ServePlan(Result):
         service = self.service
         yield Text(
             f"{service.spec.name} on {service.cluster}: prompts of {service.prompt:,} tokens, answers of "
-            f"{service.output:,}, weights in {service.precision}, cache in {CACHES[service.cache_bytes]}",
+            f"{service.output:,}, weights in {service.precision}, cache in {CACHE_DTYPES[service.cache_bytes]}",
             "bold",
         )
         yield self._choices()
         if len(self.frontier) > 1:
             last = len(self.frontier) - 1
-            few = min(MOST, last + 1)  # rows, evenly spaced where the frontier is long
+            few = min(MAX_FRONTIER_ROWS, last + 1)  # rows, evenly spaced where the frontier is long
             rows = [_row(self.frontier[round(at * last / (few - 1))]) for at in range(few)]
             caption = "sequences: replicas x sequences of each"
             if any(option.dp > 1 for option in self.frontier):
                 caption += "; dp: groups of GPUs that have sequences of their own and share the experts"
-            yield Table(HEADS, rows, title="From low latency to high throughput", caption=caption)
+            yield Table(FRONTIER_HEADER, rows, title="From low latency to high throughput", caption=caption)
         yield self._parts()
         for sentence in self.explanation:
             yield Text(f"\n{sentence}")
@@ -443,12 +443,12 @@ class ServePlan(Result):
             "tp across nodes": self.crossing,
         }
         chosen = {name: option for name, option in named.items() if option}
-        rows = [[what, *(show(option) for option in chosen.values())] for what, show in FIGURES.items()]
+        rows = [[what, *(show(option) for option in chosen.values())] for what, show in FRONTIER_CELLS.items()]
         return Table(["", *(f">~{name}" for name in chosen)], rows, caption=_waits(self.throughput))
 
     def _parts(self) -> Table:
         rows = []
-        for field, words in BOUNDS.items():
+        for field, words in BOUND_NAMES.items():
             low, high = getattr(self.latency.parts, field), getattr(self.throughput.parts, field)
             if low > 0 or high > 0:
                 shares = f"{low / self.latency.step:.0%}", f"{high / self.throughput.step:.0%}"
@@ -461,7 +461,7 @@ class ServePlan(Result):
         )
 
 
-FIGURES: dict[str, Callable[[ServingOption], str]] = {
+FRONTIER_CELLS: dict[str, Callable[[ServingOption], str]] = {
     "layout": lambda option: option.layout,
     "replicas": lambda option: str(option.replicas),
     "sequences each": lambda option: f"{option.batch:,}",
@@ -471,9 +471,18 @@ FIGURES: dict[str, Callable[[ServingOption], str]] = {
     "tokens/s per GPU": lambda option: rate(option.per_gpu),
     "KV cache per GPU": lambda option: f"{option.held.cache / 1e9:.1f} GB",
     "memory per GPU": lambda option: f"{option.held.total / 1e9:.1f} GB",
-    "bound by": lambda option: BOUNDS[option.bound],
+    "bound by": lambda option: BOUND_NAMES[option.bound],
 }
-HEADS = ("~layout", ">sequences", ">first token", ">per token", ">tokens/s", ">per GPU", ">cache GB", "~bound by")
+FRONTIER_HEADER = (
+    "~layout",
+    ">sequences",
+    ">first token",
+    ">per token",
+    ">tokens/s",
+    ">per GPU",
+    ">cache GB",
+    "~bound by",
+)
 
 
 def _waits(heavy: ServingOption) -> str:
@@ -489,7 +498,7 @@ def _waits(heavy: ServingOption) -> str:
 def _row(option: ServingOption) -> list[str]:
     sequences = f"{option.replicas} x {option.batch:,}" if option.replicas > 1 else f"{option.batch:,}"
     times, rates = map(milliseconds, (option.ttft, option.token)), map(rate, (option.tokens_per_second, option.per_gpu))
-    return [option.layout, sequences, *times, *rates, f"{option.held.cache / 1e9:.1f}", BOUNDS[option.bound]]
+    return [option.layout, sequences, *times, *rates, f"{option.held.cache / 1e9:.1f}", BOUND_NAMES[option.bound]]
 
 
 def serve(
@@ -526,11 +535,13 @@ def serve(
     machines = Cluster.read(cluster)
     given = (prompt, output, sequences, precision, cache_bytes, ttft, tpot, graphs, imbalance_for(job.model, imbalance))
     service = Service(job.model, machines.alike() or machines, *given)
-    if wrong := problems(service):
+    if wrong := request_problems(service):
         raise UserError(wrong, "serve.service")
     fitting = options(service)
     if not fitting:
-        raise UserError(too_many(service) if next(replicas(service), None) else no_room(service), "serve.memory")
+        raise UserError(
+            why_too_many(service) if next(replicas(service), None) else why_nothing_fits(service), "serve.memory"
+        )
     # tp stays inside the node, unless nothing fits so.
     inside = [option for option in fitting if not option.crosses] or fitting
     quick = min(inside, key=lambda option: (option.token, option.tp * option.pp))
@@ -541,6 +552,6 @@ def serve(
             (option for option in inside if option.meets(service)), key=lambda option: -option.tokens_per_second
         )
         if not meeting:
-            sentences = (missed(service, inside), *sentences)
+            sentences = (missed_targets(service, inside), *sentences)
     across = min((option for option in fitting if option.crosses), key=lambda option: option.token, default=None)
     return ServePlan(service, quick, heavy, tuple(meeting), frontier(inside), across, tuple(fitting), sentences)

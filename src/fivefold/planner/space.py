@@ -1,4 +1,4 @@
-"""All layouts of a model on a cluster at once: arrays of choices, with closed forms of time and memory (closed.py).
+"""All layouts of a model on a cluster at once: arrays of choices, with closed forms (closed_forms.py).
 
 Unlike nodes have a space of their own (planner/mixed_space.py), made of the same shapes and closed forms.
 """
@@ -18,7 +18,7 @@ from fivefold.cost.step import Workload
 from fivefold.layout import rules
 from fivefold.layout.layout import Layout
 from fivefold.layout.rules import Given, Layouts, has_copies, most_stages, tp_fits
-from fivefold.planner.closed import (
+from fivefold.planner.closed_forms import (
     DISPATCHES,
     RECOMPUTES,
     Array,
@@ -27,14 +27,14 @@ from fivefold.planner.closed import (
     EpChoices,
     PipelineArrays,
 )
-from fivefold.planner.closed_experts import closed_of
-from fivefold.planner.closed_ranks import closed_by_kind, joined
+from fivefold.planner.closed_forms_by_rank import closed_by_kind, joined
+from fivefold.planner.closed_forms_moe import closed_of
 from fivefold.schedules.classic import ONE_F_ONE_B
 from fivefold.schedules.registry import RECORDS, is_file, record_of
 from fivefold.support.plugins import is_plugin
 from fivefold.support.text import divisors
 
-SIZES = 12  # of a microbatch that are tried, at most
+MAX_MICROBATCH_SIZES = 12  # of a microbatch that are tried, at most
 MOST_TOKENS = 1 << 19  # of a microbatch on a rank: beyond it nothing becomes more efficient
 FEWEST_TOKENS = 1024  # of a sequence on a cp rank: below it kernels starve
 
@@ -162,8 +162,8 @@ def shapes_of(query: SearchQuery) -> Iterator[BlockShape]:
 def _sizes(batch: int, most: int) -> list[int]:
     """Divisors of the batch: the small ones all, the larger ones thinned out."""
     sizes = [n for n in divisors(batch) if n <= most] or [1]
-    while len(sizes) > SIZES:
-        del sizes[SIZES // 2 :: 2]
+    while len(sizes) > MAX_MICROBATCH_SIZES:
+        del sizes[MAX_MICROBATCH_SIZES // 2 :: 2]
     return sizes
 
 

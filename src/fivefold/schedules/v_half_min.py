@@ -16,7 +16,7 @@ from fivefold.schedules.communication import Order, wire
 from fivefold.schedules.info import ScheduleInfo, vee
 from fivefold.schedules.schedule import Bounds, Placement, Schedule, peak_live
 
-PERIOD = 6  # slots
+PERIOD_SLOTS = 6  # slots
 Offsets = tuple[int, int, int, int]  # of F0, F1, I1, I0
 _CHANGE = {FORWARD: 1, INPUT_GRAD: 0, WEIGHT_GRAD: -1}  # of the number of live activations, by an action
 
@@ -61,7 +61,7 @@ def _pattern(offsets: Offsets, stages: tuple[int, int], m: int) -> Order:
     down, up = stages
     block = ((FORWARD, down), (FORWARD, up), (INPUT_GRAD, up), (INPUT_GRAD, down))
     fixed = {
-        offset + PERIOD * k: Action(kind, stage, k)
+        offset + PERIOD_SLOTS * k: Action(kind, stage, k)
         for offset, (kind, stage) in zip(offsets, block, strict=True)
         for k in range(m)
     }

@@ -19,7 +19,7 @@ from fivefold.checkpoint.shards import Shard, saveable_tensors, shards_to_write,
 from fivefold.checkpoint.store import Store
 from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError, UserError
-from fivefold.support.places import Place, place_of
+from fivefold.support.storage_place import Place, place_of
 from fivefold.trainer.loop import Trainer
 from fivefold.trainer.resuming import misfits
 

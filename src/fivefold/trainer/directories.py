@@ -28,7 +28,7 @@ from fivefold.launch.world import PLANNED, REQUEUES, RESTARTS, RUN
 from fivefold.support.errors import UserError
 from fivefold.support.files import Regular, cannot_write, open_regular
 from fivefold.support.parsing import path_of, read_toml
-from fivefold.support.places import Place, RemotePlace, remote_of
+from fivefold.support.storage_place import Place, RemotePlace, remote_of
 from fivefold.support.text import whole_number
 
 JOB = "job.toml"

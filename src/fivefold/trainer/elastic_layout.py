@@ -21,7 +21,7 @@ from fivefold.launch.local import gpus_here
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import simplest
 from fivefold.planner.plan import fixed_choices, workload_of
-from fivefold.planner.search import FIXED, Option, TooLarge, search
+from fivefold.planner.search import FIXABLE, Option, TooLarge, search
 from fivefold.support.errors import UserError
 
 # ---- the cluster ----------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def _check_settings(job: Job, layout: Layout) -> None:
         fixed = fixed_choices(job.elastic.fixed)
     except UserError as error:
         raise UserError(error.framed(f"elastic.fixed={job.elastic.fixed!r}: ")) from None
-    own = {key: getattr(layout, key) for key in fixed if key in FIXED and key != "samples"}
+    own = {key: getattr(layout, key) for key in fixed if key in FIXABLE and key != "samples"}
     if conflicts := [f"{key}={value}" for key, value in own.items() if fixed[key] != value]:
         raise UserError(
             f"elastic.fixed={job.elastic.fixed!r} is for every layout, and the job's own has {conflicts[0]}",

@@ -15,7 +15,7 @@ from fivefold.checkpoint.storage import storage_of
 from fivefold.render.blocks import Block, Result, Text
 from fivefold.render.scene import Scene
 from fivefold.support.errors import UserError
-from fivefold.support.places import Place, place_of
+from fivefold.support.storage_place import Place, place_of
 from fivefold.trainer.records import METRICS
 from fivefold.trainer.result import ExpertsResult, TrainResult
 from fivefold.trainer.resuming import model_with_experts

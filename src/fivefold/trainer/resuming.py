@@ -28,7 +28,7 @@ from fivefold.spec.hf import END_NAMED_IN, HF_CONFIG
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Note, UserError
 from fivefold.support.parsing import Missing, path_of, read_toml
-from fivefold.support.places import Place, RemotePlace, place_of
+from fivefold.support.storage_place import Place, RemotePlace, place_of
 from fivefold.support.text import did_you_mean
 from fivefold.trainer.directories import JOB, chosen, complete, earlier
 

@@ -17,7 +17,7 @@ from fivefold.cost.step import Workload
 from fivefold.cost.traffic import layer_collectives
 from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RankPart, part_of
-from fivefold.planner.mesh import MAX_RANKS, mesh
+from fivefold.planner.mesh_picture import MAX_RANKS, mesh
 from fivefold.planner.nearest import nearest, problems, steps
 from fivefold.support.dtypes import dtype_of_bytes
 from fivefold.support.errors import UserError

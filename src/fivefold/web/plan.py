@@ -9,7 +9,7 @@ from typing import Any
 from fivefold.cost.peak_memory import footprint_of
 from fivefold.cost.step import Workload
 from fivefold.layout.layout import Layout
-from fivefold.planner.explain import CAUSES, difference, nearest_fit, neighbours
+from fivefold.planner.explain import CAUSE_NAMES, difference, nearest_fit, neighbours
 from fivefold.planner.nearest import nearest, problems, steps
 from fivefold.planner.plan import option_of, plan
 from fivefold.planner.result import PlanResult, SimulateResult, simulated
@@ -87,7 +87,7 @@ def _page(workload: Workload, software: str, wanted: Layout, wrong: list[str], o
         "figures": None if option is None else simulated(option),
         "ranks": [] if option is None else _ranks(option),
         "device_memory_bytes": workload.device_memory_of(0),
-        "causes": CAUSES,
+        "causes": CAUSE_NAMES,
         "asks": _asks(workload, software, option),
     }
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.schedules.costs import Durations, parse_slow
-from fivefold.schedules.palette import NAMES
+from fivefold.schedules.palette import KIND_NAMES
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.schedules.result import CompareResult, DrawResult, Query, figures_of
 from fivefold.schedules.simulate import Simulation, dependencies
@@ -122,7 +122,7 @@ def _page(query: Query, name: str, schedules: list[dict[str, Any]], asked: dict[
         "asked": _asked(query, name),
         "steps": _steps(query),
         "schedules": schedules,
-        "kinds": {str(kind): name for kind, name in NAMES.items()},
+        "kinds": {str(kind): name for kind, name in KIND_NAMES.items()},
         "asks": {"every": asked, "made": asked},
     }
 

@@ -1,4 +1,4 @@
-"""Closed forms of models with experts, for many layouts at once (closed.py).
+"""Closed forms of models with experts, for many layouts at once (closed_forms.py).
 
 What a block costs without its experts depends on a few choices (a `BlockShape`), what experts cost on fewer (an
 `ExpertShape`): each is worked out once, by the functions that time a single layout, and the closed forms add them up.
@@ -15,7 +15,7 @@ from fivefold.cost.moe import MoEBlock, Travel, block_share
 from fivefold.cost.peak_memory import cp_buffer_bytes, loss_peak
 from fivefold.cost.step import Workload, p2p_bytes
 from fivefold.layout.layout import Layout
-from fivefold.planner.closed import (
+from fivefold.planner.closed_forms import (
     DISPATCHES,
     RECOMPUTES,
     Array,
@@ -29,7 +29,7 @@ from fivefold.planner.closed import (
     computing,
     split_backward,
 )
-from fivefold.planner.closed_ranks import UnlikeClosed, block_params, joined
+from fivefold.planner.closed_forms_by_rank import UnlikeClosed, block_params, joined
 from fivefold.spec.pattern import Layer
 
 

@@ -31,8 +31,10 @@ from fivefold.schedules.registry import RECORDS
 from fivefold.spec.pattern import Layer
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # the more is made again, the later
-SLACK = 1.05  # closed forms of memory may be off by so much
-SPLITTING = next(record.name for record in RECORDS if record.splits)  # any of them: a block costs the same in all
+MEMORY_SLACK = 1.05  # closed forms of memory may be off by so much
+SPLIT_BACKWARD_SCHEDULE = next(
+    record.name for record in RECORDS if record.splits
+)  # any of them: a block costs the same in all
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -142,7 +144,7 @@ def waiting(workload: Workload, block: PassTimes) -> float:
 def split_backward(workload: Workload) -> BlockCost:
     """The workload's microbatch under a schedule that splits backward, where that makes a difference."""
     return (
-        replace(workload, layout=structs.replace(workload.layout, schedule=SPLITTING)).block_cost
+        replace(workload, layout=structs.replace(workload.layout, schedule=SPLIT_BACKWARD_SCHEDULE)).block_cost
         if workload.layout.tp > 1
         else workload.block_cost
     )
@@ -199,7 +201,7 @@ class LinkArrays:
 @dataclass(frozen=True)
 class Closed:
     """What the formulas are made of: the choices, and as arrays the blocks, which are all of one kind. Those of a model
-    with several are parts of an `UnlikeClosed` (closed_ranks.py)."""
+    with several are parts of an `UnlikeClosed` (closed_forms_by_rank.py)."""
 
     workload: Workload
     of: Choices
@@ -335,7 +337,7 @@ class Closed:
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
 # The search's space of a model with experts: every layout of a dense one, with every ep that divides its ranks. Their
-# closed forms are in closed_experts.py.
+# closed forms are in closed_forms_moe.py.
 
 
 DISPATCHES: tuple[Dispatch, ...] = ("alltoall", "allgather")

@@ -1,4 +1,4 @@
-"""Closed forms of a model whose layers differ: each pipeline rank has the layers of its stages (closed.py).
+"""Closed forms of a model whose layers differ: each pipeline rank has the layers of its stages (closed_forms.py).
 
     UnlikeClosed({layer: closed_of(layer), ...}).memory()
 
@@ -18,7 +18,7 @@ import numpy as np
 from fivefold.cost.moe import ParamShare, block_share
 from fivefold.cost.step import Workload
 from fivefold.layout.stages import balanced
-from fivefold.planner.closed import Array, BlockArrays, BlockShape, Choices, Closed, PipelineArrays
+from fivefold.planner.closed_forms import Array, BlockArrays, BlockShape, Choices, Closed, PipelineArrays
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import Layer
 
