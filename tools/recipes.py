@@ -18,7 +18,8 @@ from msgspec import structs
 from fivefold.dry.run import dryrun
 from fivefold.job.config import Job, read_job
 from fivefold.job.toml_writer import comment
-from fivefold.planner.goodput import GoodputRun, failures_of
+from fivefold.planner.failure_costs import failures_of
+from fivefold.planner.goodput import GoodputRun
 from fivefold.planner.plan import simulate
 from fivefold.planner.search import Option
 from fivefold.planner.training import expected, often

@@ -15,26 +15,21 @@ import fivefold as ff
 from fivefold.cli import app
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import Cluster, Group
-from fivefold.planner import goodput
-from fivefold.planner.goodput import (
-    DAY,
-    HOUR,
+from fivefold.planner import failure_costs
+from fivefold.planner.checkpoint_interval import (
     Failures,
-    GoodputRun,
     best_interval,
     best_steps,
     daly_interval,
-    days_text,
-    expected_maximum,
     expected_seconds,
-    expected_straggling,
-    simulate_runs,
-    standard_error,
     young_interval,
 )
+from fivefold.planner.failure_costs import DAY, HOUR
+from fivefold.planner.failure_simulation import simulate_runs, standard_error
+from fivefold.planner.goodput import GoodputRun, days_text, expected_maximum, expected_straggling
 from fivefold.planner.goodput_result import GoodputResult
 
-LLAMA = goodput.DEFAULT_FLEET.hours * HOUR / 16_384  # seconds between failures of the whole job
+LLAMA = failure_costs.DEFAULT_FLEET.hours * HOUR / 16_384  # seconds between failures of the whole job
 OFTEN = Failures(between=3000, blocked=4, writing=60, detect=10, restart=200, reload=30)
 
 
@@ -116,15 +111,15 @@ def test_help_has_the_figures_that_are_used() -> None:
     shown = CliRunner().invoke(app, ["goodput", "--help"], env={"COLUMNS": "200"}).output
     text = " ".join(shown.replace("│", " ").split())
     numbers = [
-        f"{goodput.DEFAULT_FLEET.hours:,.0f}",
-        f"{goodput.RESTART_SECONDS:.0f}",
-        f"{goodput.BLOCKED_SECONDS}",
-        f"{goodput.STEP_JITTER}",
+        f"{failure_costs.DEFAULT_FLEET.hours:,.0f}",
+        f"{failure_costs.RESTART_SECONDS:.0f}",
+        f"{failure_costs.BLOCKED_SECONDS}",
+        f"{failure_costs.STEP_JITTER}",
     ]
     for number in (
         *numbers,
-        f"{goodput.NODE_STORAGE_RATE / 1e9} per node",
-        f"at most {goodput.MAX_STORAGE_RATE / 1e9:.0f}",
+        f"{failure_costs.NODE_STORAGE_RATE / 1e9} per node",
+        f"at most {failure_costs.MAX_STORAGE_RATE / 1e9:.0f}",
     ):
         assert number in text
 
@@ -163,7 +158,7 @@ def test_the_hundred_thousand_gpus_that_train_less_than_half_the_time() -> None:
 
 
 def test_published_rates_are_in_one_unit() -> None:
-    hours = {fleet.name: fleet.hours for fleet in goodput.FLEETS}
+    hours = {fleet.name: fleet.hours for fleet in failure_costs.FLEETS}
     assert hours["Llama 3, 16,384 H100"] / 16_384 == pytest.approx(54 * 24 / 419)
     assert hours["Meta RSC-1, A100"] / 16_384 == pytest.approx(1.8, rel=0.01)  # as that source projects for 16,384
     assert hours["Meta RSC-1, A100"] / 131_072 == pytest.approx(0.23, rel=0.03)
@@ -175,11 +170,11 @@ def test_what_this_code_has_measured_is_what_its_files_say() -> None:
         rows = [line.split(",") for line in file if line[0].isdigit()]
     seconds = {int(row[0]): float(row[2]) for row in rows}
     steady = [seconds[step] for step in range(6, 41)]
-    assert statistics.stdev(steady) / statistics.mean(steady) == pytest.approx(goodput.STEP_JITTER, rel=0.01)
+    assert statistics.stdev(steady) / statistics.mean(steady) == pytest.approx(failure_costs.STEP_JITTER, rel=0.01)
     assert seconds[41] - statistics.mean(steady) == pytest.approx(0.25, abs=0.005)
     with open("benchmarks/h200-train-8b-2-checkpoint.json") as file:
         saved = json.load(file)["systems"][0]["turns"][0]["saved"]
-    assert saved["bytes"] / saved["writing"] == pytest.approx(goodput.NODE_STORAGE_RATE, rel=0.01)
+    assert saved["bytes"] / saved["writing"] == pytest.approx(failure_costs.NODE_STORAGE_RATE, rel=0.01)
 
 
 def test_the_largest_of_many_draws() -> None:

@@ -32,7 +32,8 @@ from fivefold.labs.catalogue import StartedLab, lab_of, labs
 from fivefold.labs.lab import FileVerdict
 from fivefold.layout.layout import Layout
 from fivefold.planner import mixed_compare as mixed
-from fivefold.planner.context import compare_cp, cp_by_length
+from fivefold.planner.compare_cp import compare_cp
+from fivefold.planner.cp_by_length import cp_by_length
 from fivefold.planner.decision import decide
 from fivefold.planner.error_range import bands
 from fivefold.planner.model_summary import model

@@ -15,7 +15,7 @@ gathering every matrix on every rank would be P, and computing all updates every
 compute less than total/N; what is above it is at most the last matrix that was dealt, which cannot be cut.
 
 An owner takes its matrices in batches of one shape and of at most `MAX_BATCH_ELEMENTS` elements (or one matrix), so
-that many small ones are one product. A round is one batch of every owner: one all-to-all to the owners, and one back for
+that many small ones are one product. A round is one batch of every owner: one all-to-all to the owners, one back for
 each of the copies of a part, so that no buffer is larger than the matrices in it. An owner's own parts are not sent.
 
 Where every rank of the stage holds all matrices of a round whole (ZeRO 0 without tp), nothing is sent before the rule

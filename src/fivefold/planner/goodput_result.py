@@ -11,26 +11,21 @@ from typing import Any
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
+from fivefold.planner.checkpoint_interval import daly_interval, young_interval
 from fivefold.planner.error_range import IN_WORDS, step_range
-from fivefold.planner.goodput import (
+from fivefold.planner.failure_costs import (
     DAY,
     FLEETS,
     HOUR,
     JITTER_SOURCE,
-    SIMULATED_RUNS,
     SLOW_SOURCE,
     STEP_JITTER,
     FailureCosts,
-    GoodputRun,
     Input,
-    SimulatedRuns,
-    Straggling,
-    daly_interval,
-    days_text,
-    expected_straggling,
     failure_inputs,
-    young_interval,
 )
+from fivefold.planner.failure_simulation import SIMULATED_RUNS, SimulatedRuns
+from fivefold.planner.goodput import GoodputRun, Straggling, days_text, expected_straggling
 from fivefold.planner.plan import plan
 from fivefold.planner.result import too_large
 from fivefold.planner.search import Option

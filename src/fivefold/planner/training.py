@@ -19,16 +19,9 @@ from fivefold.job.preflight import needs_data
 from fivefold.job.recipes import CHINCHILLA, SOURCES, Choice, fit, recipe, tokens_of, usable_batch
 from fivefold.job.toml_writer import commented_toml
 from fivefold.planner.error_range import IN_WORDS, step_range
-from fivefold.planner.goodput import (
-    DEFAULT_FLEET,
-    PUBLISHED,
-    SIMULATED_RUNS,
-    FailureCosts,
-    GoodputRun,
-    days_text,
-    failures_of,
-    saved_bytes,
-)
+from fivefold.planner.failure_costs import DEFAULT_FLEET, PUBLISHED, FailureCosts, failures_of, saved_bytes
+from fivefold.planner.failure_simulation import SIMULATED_RUNS
+from fivefold.planner.goodput import GoodputRun, days_text
 from fivefold.planner.mixed import hosts_in_rank_order
 from fivefold.planner.search import Option
 from fivefold.render.blocks import Table

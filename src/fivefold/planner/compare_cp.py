@@ -1,41 +1,32 @@
-"""Ring, all-gather and Ulysses compared for one layer: the best kind, and where another overtakes it."""
+"""Compares ring, all-gather and Ulysses for one layer: the fastest, and where another becomes the fastest.
+
+It asks `cost/attention.py` at many lengths and degrees. Lengths double from one tile per piece upwards, and where the
+answer changes between two of them the change is bisected. Attention grows with the square of the length and traffic
+with its first power, so there is usually one change between two neighbours. Kernels that fill their last wave badly
+can add more, which may be missed.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, get_args
-
-from msgspec import structs
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from fivefold.cost.attention import LayerAttention, Method, allgather, compare, possible, ring, splits
 from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import ATTENTION_TILE, Device
-from fivefold.cost.software import Attention
-from fivefold.cost.step import Workload
 from fivefold.cost.systems import software_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import ContextKind, Layout
 from fivefold.layout.rules import tp_fits
 from fivefold.layout.sharding import kv_head
-from fivefold.planner.search import Option, search
-from fivefold.planner.space import FEWEST_TOKENS
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.ranges import RANKS, TOKENS, checked, misfit, within
-from fivefold.support.text import counted, did_you_mean, either
-
-# ---- crossing -------------------------------------------------------------------------------------------------------
-# Where one kind of context parallelism overtakes another: `cost/attention.py`, asked at many lengths and degrees.
-#
-# Nothing is derived here. Lengths double from one tile per piece upwards, and where an answer changes between two of
-# them the change is bisected. Attention grows with the square of the length and traffic with its first power, so there
-# is usually one change between two neighbours. Kernels that fill their last wave badly can add more, which may be
-# missed.
-
+from fivefold.support.text import counted, either
 
 MAX_SEQ = 1 << 24  # tokens; longer sequences are not asked about
 
@@ -107,9 +98,6 @@ def by_degree(case: LayerAttention, max_ranks: int) -> list[Degree]:
         Degree(ranks, {kind: getattr(method, "seconds", None) for kind, method in compare(case.over(ranks)).items()})
         for ranks in fits
     ]
-
-
-# ---- compare --------------------------------------------------------------------------------------------------------
 
 
 TIE_RATIO = 1.03  # the model of kernels and links is not more exact than that
@@ -384,165 +372,3 @@ def _model_with_heads(
     # The feed-forward width is one that every tp divides which divides the heads.
     name, hidden = f"a model of {heads} heads", heads * width
     return ModelSpec(name=name, layers=1, hidden=hidden, heads=heads, kv_heads=kv, head_dim=width, ffn=heads, vocab=2)
-
-
-# ---- unplanned ------------------------------------------------------------------------------------------------------
-# What trains, is proven and planned, but has no cost model yet for lengths: refused by name.
-
-
-def refuse_experts(spec: ModelSpec) -> None:
-    if spec.experts is not None:
-        raise UserError(
-            f"{spec.name} has {spec.experts.count} experts a layer, and the comparison of lengths knows dense "
-            f"models alone; training is planned: 'fivefold plan {spec.name} --cluster 2x8xH100'",
-            "compare.experts",
-        )
-
-
-# ---- lengths --------------------------------------------------------------------------------------------------------
-# Whether context parallelism pays, and how much of it: whole steps, by the length of a sequence, cp and the kernel.
-#
-# lengths([8192, 131072], "llama3-8b", "8x8xH100").rows[0].best      # the best layout of every cp
-#
-# Each number is a search over all layouts with that cp. A step has about as many tokens at every length.
-
-
-TOKENS_PER_STEP = 1 << 22  # tokens
-PEAK_KERNEL = "peak"  # a kernel that reaches the device's peak rate: none can be faster
-ATTENTION_KERNELS = (*get_args(Attention)[2:], PEAK_KERNEL)
-
-
-class LengthRow(NamedTuple):
-    """One length with one attention kernel: by cp, the fastest layout that fits; None where none does."""
-
-    seq: int
-    batch: int
-    kernel: str  # empty: the software's own
-    by_cp: dict[int, Option | None]
-
-    @property
-    def best(self) -> Option | None:
-        return min(filter(None, self.by_cp.values()), key=lambda option: option.seconds, default=None)
-
-    def slower(self, cp: int) -> float | None:
-        """Than the best, with this cp."""
-        option = self.by_cp.get(cp)
-        return option.seconds / self.best.seconds - 1 if option and self.best else None
-
-
-@dataclass(frozen=True)
-class LengthsResult(Result):
-    model: str
-    cluster: str
-    software: str
-    rows: tuple[LengthRow, ...]
-
-    @property
-    def degrees(self) -> list[int]:
-        return sorted({cp for row in self.rows for cp in row.by_cp})
-
-    def to_dict(self) -> dict[str, Any]:
-        question = {"model": self.model, "cluster": self.cluster, "software": self.software}
-        return question | {
-            "lengths": [
-                {
-                    "seq": row.seq,
-                    "batch": row.batch,
-                    "kernel": row.kernel or None,
-                    "best": str(row.best.layout) if row.best else None,
-                    "by_cp": [
-                        {
-                            "cp": cp,
-                            "layout": str(option.layout) if option else None,
-                            "seconds": option.seconds if option else None,
-                        }
-                        for cp, option in row.by_cp.items()
-                    ],
-                }
-                for row in self.rows
-            ]
-        }
-
-    def blocks(self) -> Iterator[Block]:
-        yield Text(f"{self.model} on {self.cluster}, {self.software}: the fastest layout with each cp")
-        kernels = any(row.kernel for row in self.rows)
-        first, slower, fastest = [">tokens", *(["kernel"] if kernels else [])], [], []
-        for row in self.rows:
-            what, best = [f"{row.seq:,}", *([row.kernel] if kernels else [])], row.best
-            slower.append([*what, *(_slowdown_text(row, cp) for cp in self.degrees)])
-            if best:
-                share = f"{best.workload.mfu(best.seconds, 'causal'):.1%}"
-                fastest.append([*what, f"{best.seconds:.2f} s", share, str(best.layout)])
-        caption = "how much slower than with the best cp, over all other choices; no: none fits; -: not tried"
-        yield Table([*first, *(f">cp={cp}" for cp in self.degrees)], slower, title="cp by length", caption=caption)
-        caption = "MFU: with the half of attention that a causal mask leaves"
-        yield Table([*first, ">step", ">MFU", "~layout"], fastest, title="The fastest", caption=caption)
-
-
-def _slowdown_text(row: LengthRow, cp: int) -> str:
-    if cp not in row.by_cp:
-        return "-"
-    slower = row.slower(cp)
-    return "no" if slower is None else "best" if slower == 0 else f"+{slower:.1%}"
-
-
-def cp_by_length(
-    seqs: Sequence[int],
-    model: str | ModelSpec = "llama3-8b",
-    cluster: str | Path | Cluster = "8x8xH100",
-    *,
-    kernels: Sequence[str] = (),
-    software: str = "fivefold",
-) -> LengthsResult:
-    """The fastest layout of every cp, for sequences of these lengths, in steps of about 4M tokens.
-
-    `kernels` are attention kernels to compare: flash1, flash2, flash3, or peak, which no kernel can surpass.
-    """
-    spec, machines = preset(model) if isinstance(model, str) else model, Cluster.read(cluster)
-    refuse_experts(spec)
-    if len(machines.groups) > 1:
-        raise UserError(f"{machines} has mixed nodes; give one group, as cluster={machines.groups[0]}", "compare.nodes")
-    if wrong := [name for name in kernels if name not in ATTENTION_KERNELS]:
-        raise UserError(
-            f"{wrong[0]!r} is not an attention kernel; {did_you_mean(wrong[0], ATTENTION_KERNELS)}", "option.choice"
-        )
-    for seq in seqs:
-        checked("seq", seq, within(2, TOKENS))
-    profile, rows = software_of(software, machines.groups[0].accelerator), []
-    for seq in seqs:
-        batch = max(1, TOKENS_PER_STEP // seq)
-        workload = Workload(
-            structs.replace(spec, context=max(spec.context, seq)), Layout(), machines, seq, batch, software=profile
-        )
-        for kernel in kernels or ("",):
-            with_it = _with_kernel(workload, kernel)
-            rows.append(LengthRow(seq, batch, kernel, {cp: _fastest(with_it, cp) for cp in _cp_degrees(workload)}))
-    return LengthsResult(spec.name, str(machines), profile.name, tuple(rows))
-
-
-def _cp_degrees(workload: Workload) -> Iterator[int]:
-    """Powers of two that leave a rank enough tokens."""
-    cp = 1
-    while cp <= workload.cluster.world and (
-        cp == 1 or (workload.seq % (2 * cp) == 0 and workload.seq // cp >= FEWEST_TOKENS)
-    ):
-        yield cp
-        cp *= 2
-
-
-def _with_kernel(workload: Workload, kernel: str) -> Workload:
-    """Every attention of the workload by one kernel."""
-    if not kernel:
-        return workload
-    name = ATTENTION_KERNELS[-2] if kernel == PEAK_KERNEL else kernel
-    device = Device.of(workload.cluster.groups[0].accelerator)
-    if kernel == PEAK_KERNEL:
-        device = replace(device, achieved=structs.replace(device.achieved, **{name: 1.0}))
-    return replace(workload, device=device, software=workload.software.but(attention=name, cp_attention=name))
-
-
-def _fastest(workload: Workload, cp: int) -> Option | None:
-    try:
-        return search(workload, top=1, cp=cp).best
-    except UserError:  # nothing fits, or the batch does not divide
-        return None

@@ -32,7 +32,7 @@ from fivefold.cost.traffic import expected_traffic
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.layout.context_split import context_share
 from fivefold.layout.layout import Layout
-from fivefold.planner import context
+from fivefold.planner import compare_cp
 from fivefold.spec.presets import preset
 from fivefold.support.dtypes import BYTES
 from fivefold.support.errors import UserError
@@ -196,22 +196,22 @@ def test_the_balanced_splits_are_the_fast_ones() -> None:
 
 
 def test_changes_are_found_to_the_step() -> None:
-    found = context.find_changes(lambda n: (n >= 300) + (n >= 420) + (n >= 1000), [64 << p for p in range(6)], 4)
+    found = compare_cp.find_changes(lambda n: (n >= 300) + (n >= 420) + (n >= 1000), [64 << p for p in range(6)], 4)
     assert [(one.start, one.answer) for one in found] == [(64, 0), (300, 1), (420, 2), (1000, 3)]
 
 
 def test_what_is_called_a_crossover_is_one() -> None:
     case, step = made(131072, 16), 2 * 16 * ATTENTION_TILE
-    [_, free] = context.ring_hidden_by_length(case)
+    [_, free] = compare_cp.ring_hidden_by_length(case)
     assert ring(replace(case, seq=free.start)).ring_wait == 0 < ring(replace(case, seq=free.start - step)).ring_wait
-    for one in context.best_by_length(case)[1:]:
+    for one in compare_cp.best_by_length(case)[1:]:
         assert possible(replace(case, seq=one.start))[0].kind == one.answer
         assert possible(replace(case, seq=one.start - step))[0].kind != one.answer
 
 
 def test_a_slower_link_makes_a_ring_free_later_and_more_kv_heads_too() -> None:
     def free(case: LayerAttention) -> int:
-        return context.ring_hidden_by_length(case)[-1].start
+        return compare_cp.ring_hidden_by_length(case)[-1].start
 
     case = made(131072, 16)
     slow = H100.achieving(across=0.1)
@@ -220,10 +220,10 @@ def test_a_slower_link_makes_a_ring_free_later_and_more_kv_heads_too() -> None:
 
 
 def test_degrees_go_as_far_as_there_are_ranks() -> None:
-    found = context.by_degree(made(131072, 16), 64)
+    found = compare_cp.by_degree(made(131072, 16), 64)
     assert [one.ranks for one in found] == [2, 4, 8, 16, 32, 64]
     assert [one.ranks for one in found if one.seconds["ulysses"] is None] == [32, 64]
-    assert [one.ranks for one in context.by_degree(made(96, 6), 8)] == [2, 4, 6, 8]
+    assert [one.ranks for one in compare_cp.by_degree(made(96, 6), 8)] == [2, 4, 6, 8]
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

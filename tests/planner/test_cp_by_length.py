@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.planner.context import LengthsResult, cp_by_length
+from fivefold.planner.cp_by_length import LengthsResult, cp_by_length
 from fivefold.planner.plan import plan
 from fivefold.support.errors import UserError
 
