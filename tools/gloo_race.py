@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from fivefold.launch.exits import signal_name
 from fivefold.launch.group import join, one_gloo_worker
-from fivefold.launch.rendezvous import GLOO, Rendezvous, stay_on_this_machine
+from fivefold.launch.rendezvous import GLOO_INTERFACE_ENV, Rendezvous, stay_on_this_machine
 from fivefold.launch.world import World
 from fivefold.support.text import counted
 
@@ -186,7 +186,7 @@ def _steps(number: int, store: str, model: str, layout: str, found: Any) -> None
     backends = []
     for name, group in groups.items():
         options = gloo._Options()
-        options._devices, options._threads = [gloo.create_device(interface=os.environ[GLOO])], 2
+        options._devices, options._threads = [gloo.create_device(interface=os.environ[GLOO_INTERFACE_ENV])], 2
         two = gloo(PrefixStore(name, met), group.rank(), group.size(), options)
         backends.append((group, (kinds.GLOO, group._get_backend(cpu)), (kinds.CUSTOM, two)))
     times: tuple[list[float], list[float]] = ([], [])

@@ -20,7 +20,7 @@ from fivefold.checkpoint.store import Store
 from fivefold.checkpoint.tensors import TABLE_FILE
 from fivefold.cli import app
 from fivefold.support.errors import UserError
-from fivefold.support.files import hashed
+from fivefold.support.files import hash_file
 from tests.checkpoint.runs import resealed
 
 
@@ -57,7 +57,7 @@ def test_a_checkpoint_of_dcp_is_refused_and_its_pickle_is_not_read(fresh: Path, 
 
     (fresh / ".metadata").write_bytes(pickle.dumps(Payload()))
     files = json.loads((fresh / MANIFEST).read_text())["files"]
-    resealed(fresh, version=1, files=[*files, msgspec.to_builtins(hashed(fresh / ".metadata"))])
+    resealed(fresh, version=1, files=[*files, msgspec.to_builtins(hash_file(fresh / ".metadata"))])
     words = [{"RUN": str(tmp_path), "OUT": str(tmp_path / "out")}.get(word, word) for word in COMMANDS[command]]
     done = CliRunner().invoke(app, words)
     assert not mark.exists(), "the payload ran"
@@ -154,6 +154,6 @@ def test_numbers_of_a_manifest_that_no_run_has_are_damage(fresh: Path) -> None:
         with pytest.raises(Damaged):
             assert Checkpoint(fresh).manifest
         resealed(fresh, step=1, samples=0, job={}, version=2,
-                 files=[msgspec.to_builtins(hashed(path)) for path in sorted(fresh.iterdir())
+                 files=[msgspec.to_builtins(hash_file(path)) for path in sorted(fresh.iterdir())
                         if path.name != MANIFEST])  # fmt: skip
         assert Checkpoint(fresh).manifest.step == 1

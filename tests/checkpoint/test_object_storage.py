@@ -224,19 +224,19 @@ def test_a_runs_home_is_below_the_url(tokens: Path, tmp_path: Path, monkeypatch:
         return small_job(tokens, f"checkpoint.url={url}", *changes)
 
     here, again = {"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}
-    first = run_directory(job(f"run.dir={tmp_path}/one"), False, here)
+    first = run_directory(job(f"run.dir={tmp_path}/one"), fresh=False, env=here)
     assert first == tmp_path / "one" / "run"
     assert str(home(job(), first)) == f"{url}/run"
     save(Store(home(job(), first) / "checkpoints"), 1)
     other = job(f"run.dir={tmp_path}/two")
-    assert run_directory(other, False, {}) == tmp_path / "two" / "run"
-    assert run_directory(job(f"run.dir={tmp_path}/three"), True, here) == tmp_path / "three" / "run-2"
+    assert run_directory(other, fresh=False, env={}) == tmp_path / "two" / "run"
+    assert run_directory(job(f"run.dir={tmp_path}/three"), fresh=True, env=here) == tmp_path / "three" / "run-2"
     # The identity has run.dir in it, so that the restarted one is that of the same job.
     monkeypatch.chdir(tmp_path)
-    begun = run_directory(job("run.name=second"), True, here)
+    begun = run_directory(job("run.name=second"), fresh=True, env=here)
     save(Store(home(job(), begun) / "checkpoints"), 1)
     begun.rename(tmp_path / "gone")
-    assert run_directory(job("run.name=second"), True, again) == begun
+    assert run_directory(job("run.name=second"), fresh=True, env=again) == begun
     assert begun.is_dir()
 
 
@@ -245,7 +245,7 @@ def test_checkpoints_on_disk_are_not_left_for_a_place_without_any(tokens: Path, 
     save(Store(tmp_path / "run" / "checkpoints"), 1)
     job = small_job(tokens, f"checkpoint.url=memory:/{tmp_path}", f"run.dir={tmp_path}")
     with pytest.raises(UserError, match=r"run/checkpoints has checkpoints, and memory:/.*/run has none; 'fivefold che"):
-        run_directory(job, False, {})
+        run_directory(job, fresh=False, env={})
 
 
 @pytest.mark.parametrize("now", ["", "memory:/{}/new"])

@@ -11,7 +11,7 @@ from fivefold.checkpoint.retention import retain
 from fivefold.checkpoint.store import Store
 from fivefold.checkpoint.tensors import TABLE_FILE, Chunk, Stored
 from fivefold.support.errors import UserError
-from fivefold.support.files import hashed
+from fivefold.support.files import hash_file
 
 
 def save(store: Store, step: int, text: str = "weights", finish: bool = True) -> Path:
@@ -19,7 +19,7 @@ def save(store: Store, step: int, text: str = "weights", finish: bool = True) ->
     (path / "rank-0.tensors").write_text(text)
     table = {"model.a": Stored((len(text),), "uint8", (Chunk((0,), (len(text),), "rank-0.tensors", 0, len(text)),))}
     (path / TABLE_FILE).write_bytes(msgspec.json.encode(table))
-    files = [hashed(file) for file in path.iterdir()]
+    files = [hash_file(file) for file in path.iterdir()]
     manifest = Manifest(fivefold="0", torch="0", step=step, samples=0, updates=0, optimizer=True, data="", job={},
                         files=files)  # fmt: skip
     return store.commit(path, manifest).path if finish else path

@@ -22,7 +22,7 @@ from fivefold.checkpoint.hf_extras import CARRIED_FILES
 from fivefold.cli import app
 from fivefold.data.prepare import prepare
 from fivefold.job.config import read_job
-from fivefold.job.fine_tuning import SOURCE, tuned
+from fivefold.job.fine_tuning import TULU_SOURCE, fine_tuning_job
 from fivefold.job.recipes import Choice
 from fivefold.spec.presets import preset
 from fivefold.support.errors import Note, UserError
@@ -118,7 +118,7 @@ def test_the_job_of_an_import_fine_tunes_by_a_recipe_that_it_names(own: Path, tm
     said = here("hf", "import", own / "hf", "-o", tmp_path / "run")
     assert f"fivefold train {tmp_path / 'run'}/job.toml data.path=TOKENS" in said
     assert f"fivefold data prepare TEXT -o TOKENS --tokenizer {tmp_path / 'run'}" in said
-    assert SOURCE in (tmp_path / "run" / "job.toml").read_text()
+    assert TULU_SOURCE in (tmp_path / "run" / "job.toml").read_text()
     job = read_job(tmp_path / "run" / "job.toml")
     assert job == stored(find(tmp_path / "run"))
     assert (job.optimizer.lr, job.optimizer.weight_decay, job.optimizer.warmup) == (5e-6, 0.0, 9)
@@ -135,7 +135,7 @@ def test_the_job_of_an_import_fine_tunes_by_a_recipe_that_it_names(own: Path, tm
 def test_a_larger_model_takes_a_lower_rate_and_no_sequence_is_longer_than_the_context(
     name: str, lr: float, seq: int
 ) -> None:
-    job, choices = tuned(preset(name), Choice("bfloat16", ""))
+    job, choices = fine_tuning_job(preset(name), Choice("bfloat16", ""))
     assert (job.optimizer.lr, job.data.seq) == (lr, seq)
     assert not job.problems(world=1)
     assert "Tulu 3" in choices["optimizer.lr"].why

@@ -22,7 +22,7 @@ from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
 from fivefold.launch import host
 from fivefold.parallel.control import Control
-from fivefold.support.files import HashedFile, hashed
+from fivefold.support.files import HashedFile, hash_file
 from tests.checkpoint.runs import loaded, small_job, train
 from tests.ranks import run_ranks
 
@@ -59,7 +59,7 @@ def test_several_files_hold_every_bit_and_their_sums_are_of_what_is_on_the_disk(
     path = write(Store(tmp_path), Alone(), pieces(of), manifest())
     found = Checkpoint(path).manifest.files
     assert [file.name for file in found] == [*(f"rank-0.{number}.tensors" for number in range(3)), "tensors.json"]
-    assert found == [hashed(path / file.name) for file in found]
+    assert found == [hash_file(path / file.name) for file in found]
     assert not Checkpoint(path).damage()
     sizes = sorted(file.bytes for file in found[:-1])
     assert sizes[0] > 15_000  # the two matrices; the table, the largest by far, is by itself
@@ -149,7 +149,7 @@ def test_the_system_may_take_less_of_a_write_than_it_is_given(tmp_path: Path, mo
     assert real.tell() == 10_000
     real.close()
     assert (tmp_path / "file.tensors").read_bytes() == data
-    assert real.file == hashed(tmp_path / "file.tensors")
+    assert real.file == hash_file(tmp_path / "file.tensors")
 
 
 class Sips:

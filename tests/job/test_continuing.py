@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from fivefold.job.config import Job, read_job
-from fivefold.job.resume_rules import FREE, MEANT, NEVER, RATE, RULES, changes, refusals, rule_of
+from fivefold.job.resume_rules import FREE, MEANT, NEVER, RATE, RULES, changes, resume_problems, rule_of
 
 
 def problems(before: Job, now: Job, done: int, named: bool = False) -> list[str]:
-    return refusals(before, now, done, changes(before, now), Path("runs/run"), named)
+    return resume_problems(before, now, done, changes(before, now), Path("runs/run"), named=named)
 
 
 def job(*words: str) -> Job:

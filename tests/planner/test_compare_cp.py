@@ -34,7 +34,7 @@ from fivefold.layout.context_split import context_share
 from fivefold.layout.layout import Layout
 from fivefold.planner import compare_cp
 from fivefold.spec.presets import preset
-from fivefold.support.dtypes import BYTES
+from fivefold.support.dtypes import DTYPE_BYTES
 from fivefold.support.errors import UserError
 
 H100 = Device.of(find_accelerator("H100"))
@@ -163,7 +163,7 @@ def test_ulysses_is_refused_where_heads_do_not_divide() -> None:
 
 def test_memory() -> None:
     case = made(131072, 16)
-    pair = 2 * 8192 * 128 * BYTES["bfloat16"]
+    pair = 2 * 8192 * 128 * DTYPE_BYTES["bfloat16"]
     assert ring(case).buffers == 6 * pair  # two in 2 bytes, two in 4
     assert allgather(case).buffers == 16 * 3 * pair
     assert ring(case).kept == allgather(case).kept < ulysses(case).kept  # which keeps repeated kv heads

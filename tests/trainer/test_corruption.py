@@ -102,7 +102,7 @@ def test_a_rank_alone_checks_what_it_holds_and_what_it_computes(
 ) -> None:
     """Compute against itself: a flip that does not repeat."""
     every = ["train.steps=4", "checkpoint.save=false", "watch.shards=2", "watch.replay=3", *changes]
-    ends = {at: trained(small_job(tokens, *every), 1, tmp_path, f"flip@step=3,at={at}")[0] for at in faults.FLIPPED}
+    ends = {at: trained(small_job(tokens, *every), 1, tmp_path, f"flip@step=3,at={at}")[0] for at in faults.FLIP_PLACES}
     held = "step 4: what nobody else holds has changed between the updates of steps 3 and 4, on rank 0: "
     model = " as the model has it" if BFLOAT16 in changes else ""
     assert f"{held}embedding.weight{model};" in ends["weight"]

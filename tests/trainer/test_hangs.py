@@ -92,7 +92,7 @@ def test_a_slow_save_that_moves_is_waited_for(tokens: Path, tmp_path: Path) -> N
 
 def test_a_suspended_watcher_counts_only_its_own_time(tmp_path: Path) -> None:
     board = heartbeat.Board(tmp_path / "beats", 1)
-    os.environ[heartbeat.BEATS] = str(tmp_path / "beats")
+    os.environ[heartbeat.BEATS_ENV] = str(tmp_path / "beats")
     try:
         with watched(0.5):
             heartbeat.enter("step 1")
@@ -105,4 +105,4 @@ def test_a_suspended_watcher_counts_only_its_own_time(tmp_path: Path) -> None:
             heartbeat.beat()
             assert not board.still([0])
     finally:
-        del os.environ[heartbeat.BEATS]
+        del os.environ[heartbeat.BEATS_ENV]

@@ -11,7 +11,7 @@ import pytest
 from fivefold.checkpoint.store import Store
 from fivefold.data.prepare import prepare
 from fivefold.job.config import read_job
-from fivefold.job.resume_rules import changes, refusals
+from fivefold.job.resume_rules import changes, resume_problems
 from fivefold.support.errors import UserError
 from fivefold.trainer.resuming import run_named, stored_job
 from fivefold.trainer.run import finished
@@ -251,4 +251,4 @@ def test_what_a_finished_run_offers_is_accepted(words: list[str], keeps: str) ->
     said = finished(Path("runs/run"), before, 12)
     assert f"'fivefold train runs/run train.steps=24{keeps}' continues it" in said
     now = read_job(None, ["train.steps=12", *words, "train.steps=24", *keeps.split()])
-    assert now.problems() == refusals(before, now, 12, changes(before, now), Path("runs/run"), named=True) == []
+    assert now.problems() == resume_problems(before, now, 12, changes(before, now), Path("runs/run"), named=True) == []

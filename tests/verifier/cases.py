@@ -259,7 +259,7 @@ def a_quick_compiler() -> None:
     """Graphs are made as always, and run by PyTorch's own kernels. A compiler of C++ would take a minute."""
     from fivefold.model import compiler
 
-    compiler.BACKEND = "aot_eager"
+    compiler.COMPILER_BACKEND = "aot_eager"
 
 
 def rank_1_dies() -> None:

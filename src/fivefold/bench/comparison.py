@@ -38,7 +38,7 @@ from fivefold.render.blocks import Block, Result, Text
 from fivefold.spec.hf import to_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import RANKS, checked, within
+from fivefold.support.ranges import MAX_RANKS, checked, within
 from fivefold.support.text import counted
 
 # PyTorch's own implementation of each axis.
@@ -181,7 +181,7 @@ def overhead(changes: list[str], rounds: int, on_progress: OnProgress) -> Compar
 
 
 def peers(changes: list[str], ranks: int, rounds: int, only: str, on_progress: OnProgress) -> ComparisonResult:
-    checked("--ranks", ranks, within(2, RANKS, ONE_ALONE))
+    checked("--ranks", ranks, within(2, MAX_RANKS, ONE_ALONE))
     ours = {
         "dp": [f"dp={ranks}"],
         "tp": [f"tp={ranks}"],

@@ -24,11 +24,11 @@ from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.shards import Shard
 from fivefold.checkpoint.store import Store
 from fivefold.checkpoint.tensors import model_key
-from fivefold.data.index import TOKENIZER
+from fivefold.data.index import TOKENIZER_FILE
 from fivefold.data.tokenizer import ByteTokenizer, foreign
 from fivefold.data.tokens import TokenStore
 from fivefold.job.config import Job, RunConfig
-from fivefold.job.fine_tuning import SOURCE, tuned
+from fivefold.job.fine_tuning import TULU_SOURCE, fine_tuning_job
 from fivefold.job.recipes import Choice
 from fivefold.job.toml_writer import commented_toml
 from fivefold.launch.device import TORCH_DTYPES
@@ -63,7 +63,7 @@ def import_hf(
     store = TokenStore.open(path_of(data)) if data is not None else None
     if store and (problems := foreign(directory, store.path, TOKENIZER_FILES, END_NAMED_IN)):
         raise UserError(problems)
-    job, choices = tuned(spec, _compute_dtype(source), store)
+    job, choices = fine_tuning_job(spec, _compute_dtype(source), store)
     checkpoints = Store(run / "checkpoints")
     job = msgspec.structs.replace(job, run=_run_config(run))
     manifest = Manifest(step=0, samples=0, updates=0, optimizer=False, data="", job=msgspec.to_builtins(job))
@@ -79,9 +79,11 @@ def import_hf(
         if model is None:
             shutil.copyfile(directory / "config.json", run / HF_CONFIG)
         carried = copy_extras(directory, run, CARRIED_FILES)
-    if not store and TOKENIZER not in carried and spec.vocab != ByteTokenizer.vocab:
+    if not store and TOKENIZER_FILE not in carried and spec.vocab != ByteTokenizer.vocab:
         warnings.warn(
-            Note(f"{directory} has no {TOKENIZER}: whether tokens are the model's own cannot be told when it trains"),
+            Note(
+                f"{directory} has no {TOKENIZER_FILE}: whether tokens are the model's own cannot be told when it trains"
+            ),
             stacklevel=2,
         )
     if bad_ids := no_tokens(source.settings, spec.vocab):
@@ -98,7 +100,7 @@ def _run_config(run: Path) -> RunConfig:
 
 def _job_text(job: Job, why: dict[str, str]) -> str:
     """The job file as text, with a heading, and reasons as comments."""
-    heading = [f"{job.model.name}, fine-tuned as Tulu 3 was: {SOURCE} (arXiv 2411.15124)"]
+    heading = [f"{job.model.name}, fine-tuned as Tulu 3 was: {TULU_SOURCE} (arXiv 2411.15124)"]
     placeholder = 'path = "..."  tokens of this model\'s tokenizer: fivefold data prepare TEXT -o TOKENS --tokenizer '
     notes = {"data": f"{placeholder}{job.run.dir}/{job.run.name}"} if job.data.usual else {}
     return commented_toml(job, why, heading, notes)
@@ -200,8 +202,8 @@ def export_hf(
             if len(groups) > 1:
                 index = {"metadata": {"total_size": sum(sizes)}, "weight_map": names}
                 (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-            if TOKENIZER not in copy_extras(run, partial, CARRIED_FILES) and tokenizer is not None:
-                shutil.copyfile(tokenizer, partial / TOKENIZER)
+            if TOKENIZER_FILE not in copy_extras(run, partial, CARRIED_FILES) and tokenizer is not None:
+                shutil.copyfile(tokenizer, partial / TOKENIZER_FILE)
             partial.rename(out)  # also onto an empty directory
         except SafetensorError as error:
             raise OSError(str(error)) from None

@@ -7,14 +7,14 @@ export. Files are copied as they are; nothing in them is executed.
 import os
 from pathlib import Path
 
-from fivefold.data.index import TOKENIZER
+from fivefold.data.index import TOKENIZER_FILE
 from fivefold.spec.hf import HF_CONFIG
 from fivefold.support.errors import UserError
 from fivefold.support.files import plain_name, read_regular
 from fivefold.support.storage_place import Place
 
 # tokenizer.json is a complete fast tokenizer; the others are of slow tokenizers, and a model has some of them.
-TOKENIZER_FILES = (TOKENIZER, "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 CARRIED_FILES = (
     *TOKENIZER_FILES,
     "tokenizer_config.json",

@@ -266,7 +266,7 @@ class MemoryCheckpointer:
         self.failure_reported = False  # whether a failed snapshot has been reported
         self.checked: dict[Place, Candidate] = {}  # snapshots that `first_undamaged` has returned
 
-    def enter(self, mesh: Mesh, run_dir: Place, enabled: bool) -> None:
+    def enter(self, mesh: Mesh, run_dir: Place, *, enabled: bool) -> None:
         """Joins the nodes, before anything else. `enabled`: snapshots are taken; else existing ones can be loaded."""
         run_id, problem = "", ""
         if self.control.rank == 0:

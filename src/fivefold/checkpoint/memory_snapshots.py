@@ -60,7 +60,7 @@ def memory_dir(env: Mapping[str, str] = os.environ) -> Path:
     return Path(env.get(MEMORY_DIR_ENV) or f"/dev/shm/fivefold-{os.geteuid()}")
 
 
-def ensure_private_dir(path: Path, make: bool = False) -> Path:
+def ensure_private_dir(path: Path, *, make: bool = False) -> Path:
     """The path itself; OSError unless it is a directory private to this user, and not a link. `make`: if missing."""
     if make:
         with suppress(FileExistsError):
@@ -73,9 +73,9 @@ def ensure_private_dir(path: Path, make: bool = False) -> Path:
     return path
 
 
-def snapshot_dir(run_id: str, make: bool = False) -> Path:
+def snapshot_dir(run_id: str, *, make: bool = False) -> Path:
     """The directory of a run's snapshots on this node."""
-    return ensure_private_dir(ensure_private_dir(memory_dir(), make) / run_id, make)
+    return ensure_private_dir(ensure_private_dir(memory_dir(), make=make) / run_id, make=make)
 
 
 def existing_id(run_dir: Place) -> str:

@@ -14,11 +14,11 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from fivefold.support.dtypes import BYTES
+from fivefold.support.dtypes import DTYPE_BYTES
 
 TABLE_FILE = "tensors.json"
 MODEL = "model"
-ELEMENT_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8} | BYTES
+ELEMENT_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8} | DTYPE_BYTES
 MAX_TABLE_BYTES = 1 << 30  # ten million chunks
 _MAX_DIMENSIONS = 8
 _MAX_ELEMENTS = 1 << 56

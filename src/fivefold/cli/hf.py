@@ -9,7 +9,7 @@ import typer
 
 from fivefold.cli.options import Json, bytes_bar, command
 from fivefold.cli.renamed import ExplainsUnknown
-from fivefold.support.dtypes import BYTES, dtype_of
+from fivefold.support.dtypes import DTYPE_BYTES, dtype_of
 from fivefold.support.errors import UserError
 from fivefold.support.plugins import options
 
@@ -131,7 +131,7 @@ def export_hf(
     job = job_of(checkpoint)
     dtype = dtype or usual_dtype(checkpoint, job)
     limit, (tokenizer, end) = _parse_size(shard_size), _tokenizer_and_end(checkpoint, job)
-    with bytes_bar("exporting", BYTES[dtype] * job.model.parameter_count) as advance:
+    with bytes_bar("exporting", DTYPE_BYTES[dtype] * job.model.parameter_count) as advance:
         run_export(checkpoint, job.model, output, dtype, limit, tokenizer, end, advance)
     name, last_step = job.model.name, checkpoint.manifest.step
     figures = {"directory": str(output), "model": name, "step": last_step, "dtype": dtype}

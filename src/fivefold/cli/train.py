@@ -157,7 +157,7 @@ def _node_named(world: "World") -> Iterator[None]:
 
 def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
     """The job in the layout for so many ranks, and the world of the ranks that this layout uses."""
-    from fivefold.launch.world import PLANNED
+    from fivefold.launch.world import PLANNED_ENV
     from fivefold.trainer.elastic_layout import choose
 
     if not job.checkpoint.save:
@@ -165,7 +165,7 @@ def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
     choice = choose(job, ranks, world.local_size if world.joined else ranks)
     if not world.joined:
         return choice.job, world
-    os.environ[PLANNED] = f"{choice.search_seconds:.3f}"
+    os.environ[PLANNED_ENV] = f"{choice.search_seconds:.3f}"
     if world.rank == 0:
         say(f"elastic: {choice}")
     return choice.job, replace(world, size=choice.job.layout.world)

@@ -9,7 +9,7 @@ from fivefold.job.config import Job
 from fivefold.launch.local import sharing_problem
 from fivefold.layout.layout import Layout
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import RANKS, checked, within
+from fivefold.support.ranges import MAX_RANKS, checked, within
 from fivefold.support.text import counted, divisors, either
 
 
@@ -40,7 +40,7 @@ def choose_machines(
     unless --per-node gives another.
     """
     for option, value in {"--nodes": nodes, "--per-node": per_node}.items():
-        checked(option, value, within(1, RANKS))
+        checked(option, value, within(1, MAX_RANKS))
     if hosts and nodes and hosts != nodes:
         apart = f"--nodes {nodes} and a file of {counted(hosts, 'host')} do not agree; leave --nodes out"
         raise UserError(apart, "launch.nodes.hosts")

@@ -28,7 +28,7 @@ from fivefold.cost.collective_time import Topology, wire
 from fivefold.cost.kernels import ATTENTION_TILE, Device
 from fivefold.cost.software import FIVEFOLD, Attention
 from fivefold.layout.layout import ContextKind
-from fivefold.support.dtypes import BYTES, wide_bytes
+from fivefold.support.dtypes import DTYPE_BYTES, wide_bytes
 from fivefold.support.errors import UserError
 from fivefold.support.text import either
 from fivefold.support.tuple_arithmetic import plus, scaled
@@ -227,7 +227,7 @@ class LayerAttention:
     # Over parts of rows: it must return the log-sum-exp, by which partial results are merged.
     partial_kernel: Attention = FIVEFOLD.cp_attention or FIVEFOLD.attention
     samples: int = 1  # sequences, which travel and are computed together
-    activation_bytes: int = BYTES["bfloat16"]
+    activation_bytes: int = DTYPE_BYTES["bfloat16"]
     accum_bytes: int = wide_bytes("bfloat16")
     window: int = 0  # keys that a query sees, at most; 0: all before it. All keys travel nevertheless
 
@@ -272,7 +272,7 @@ class LayerAttention:
         """The same sequence over another number of ranks."""
         return replace(self, topology=replace(self.topology, layout=structs.replace(self.topology.layout, cp=ranks)))
 
-    def work(self, calls: Sequence[KernelCall], merged: bool = True, heads: int = 0) -> KernelTime:
+    def work(self, calls: Sequence[KernelCall], *, merged: bool = True, heads: int = 0) -> KernelTime:
         """Calls one after the other, of all heads or of some."""
         seconds, tile, heads = [KernelTime()], self.device.attention_tile, heads or self.heads
         kernel = self.partial_kernel if merged else self.full_kernel

@@ -126,7 +126,9 @@ class BlockCost:
     @cached_property
     def gemms(self) -> list[tuple[int, int, int]]:
         """Rows, columns and inner dimension of a block's forward GEMMs, without those of experts."""
-        return dense_gemms(self.operations.matmuls, self.tokens, self.software.columns_apart, self.layout.sp_degree)
+        return dense_gemms(
+            self.operations.matmuls, self.tokens, apart=self.software.columns_apart, sp_degree=self.layout.sp_degree
+        )
 
     @cached_property
     def collectives(self) -> BlockCollectives:

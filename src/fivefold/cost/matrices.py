@@ -18,7 +18,7 @@ from fivefold.layout.matrix_owners import Round, elements, matrix_owners
 from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.base import OptimizerConfig, matrix_memory
 from fivefold.spec.model import ModelSpec
-from fivefold.support.dtypes import BYTES, wide_bytes
+from fivefold.support.dtypes import DTYPE_BYTES, wide_bytes
 
 
 class Exchanged(NamedTuple):
@@ -51,7 +51,7 @@ NO_MATRICES = MatrixCost()
 
 @lru_cache(maxsize=256)
 def _cost(spec: ModelSpec, layout: Layout, seq: int, dtype: str, config: OptimizerConfig, at: RankCoords) -> MatrixCost:
-    owners, each, wide = matrix_owners(spec, layout, seq, config, at.pp), BYTES[dtype], wide_bytes(dtype)
+    owners, each, wide = matrix_owners(spec, layout, seq, config, at.pp), DTYPE_BYTES[dtype], wide_bytes(dtype)
     rounds = [*owners.rounds(at.stage)]
     calls = [call for round_ in rounds for call in _calls(round_, each)]
     peak = max((_peak(round_, config, each, wide) for round_ in rounds), default=0)

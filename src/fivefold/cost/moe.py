@@ -269,7 +269,7 @@ class MoEBlock(ExpertLoad):
         return open_ * (1 - (1 - 1 / open_) ** experts.top_k)
 
 
-def dense_gemms(matmuls: Sequence[Matmul], tokens: int, apart: bool, sp_degree: int) -> list[tuple[int, int, int]]:
+def dense_gemms(matmuls: Sequence[Matmul], tokens: int, *, apart: bool, sp_degree: int) -> list[tuple[int, int, int]]:
     """Rows, columns and inner dimension of the forward GEMMs that belong to no expert and no router. Of those that all
     tp ranks compute alike, each has its part of the tokens under sp."""
     gemms: list[tuple[str, int, int, int]] = []
@@ -335,7 +335,7 @@ class Travel:
         if not matmuls:
             return Shared()
         forward = dgrad = wgrad = 0.0
-        for m, n, k in dense_gemms(matmuls, of.tokens, of.software.columns_apart, sp_degree=1):
+        for m, n, k in dense_gemms(matmuls, of.tokens, apart=of.software.columns_apart, sp_degree=1):
             forward += of.device.gemm(m, n, k, of.precision)
             dgrad += of.device.gemm(m, k, n, of.precision)
             wgrad += of.device.gemm(n, k, m, of.precision)

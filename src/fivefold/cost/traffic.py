@@ -31,7 +31,7 @@ from fivefold.layout.stages import Stage, schedule_of, stages_of
 from fivefold.optim.base import OptimizerConfig
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import Layer
-from fivefold.support.dtypes import BYTES, wide_bytes
+from fivefold.support.dtypes import DTYPE_BYTES, wide_bytes
 
 
 class _CollectiveRow(NamedTuple):
@@ -85,7 +85,7 @@ class _Inputs:
             stages=tuple(stages[stage] for stage in layout.placement.of_rank[coords.pp]),
             splits_backward=splits_backward,
             tokens=batch // layout.size("batch") // layout.microbatches * (seq // layout.cp),
-            compute_bytes=BYTES[dtype],
+            compute_bytes=DTYPE_BYTES[dtype],
             accum_bytes=wide_bytes(dtype),
             min_bucket_elements=min_bucket_elements,
         )

@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.data.documents import Meter, TextPiece
-from fivefold.data.index import TOKENIZER, DataIndex, read_index
+from fivefold.data.index import TOKENIZER_FILE, DataIndex, read_index
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import digest
 from fivefold.support.parsing import path_of, read_json
 from fivefold.support.progress import prefetch
 from fivefold.support.text import did_you_mean, either
 
-BATCH = 4 << 20  # characters at a time: enough work for many cores, little enough to hold three times
+BATCH_CHARACTERS = 4 << 20  # characters at a time: enough work for many cores, little enough to hold three times
 BATCH_PIECES = 8192
 # The names under which published tokenizers keep their end of document, most telling first.
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<EOS>", "[EOS]", "<｜end▁of▁sentence｜>")
@@ -218,7 +218,7 @@ def _take(stream: Iterator[TextPiece]) -> list[TextPiece]:
     for piece in stream:
         pieces.append(piece)
         size += len(piece.text)
-        if size >= BATCH or len(pieces) == BATCH_PIECES:
+        if size >= BATCH_CHARACTERS or len(pieces) == BATCH_PIECES:
             break
     return pieces
 
@@ -228,7 +228,12 @@ def _take(stream: Iterator[TextPiece]) -> list[TextPiece]:
 # to it, and training on them destroys what it knows.
 
 
-_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "model")  # of a tokenizer.json: what makes tokens of a text
+_TOKENIZER_PARTS = (
+    "added_tokens",
+    "normalizer",
+    "pre_tokenizer",
+    "model",
+)  # of a tokenizer.json: what makes tokens of a text
 
 
 def foreign(model: Path, prepared: Path, others: tuple[str, ...] = (), settings: tuple[str, ...] = ()) -> list[str]:
@@ -237,7 +242,7 @@ def foreign(model: Path, prepared: Path, others: tuple[str, ...] = (), settings:
     `others` are files of tokenizers that are not read here: that the model's is not bytes can be told by them. The
     model's end tokens are in its `settings` files.
     """
-    own, index = model / TOKENIZER, read_index(prepared)
+    own, index = model / TOKENIZER_FILE, read_index(prepared)
     if not own.is_file():
         known = next((model / name for name in others if (model / name).is_file()), None)
         if known is None or index.tokenizer_file:
@@ -267,8 +272,8 @@ def _other(prepared: Path, tokenizer: str, of_model: str, way: str) -> Problem:
     return Problem("data.tokenizer", f"{made}, and the model's tokenizer is {of_model}; {way}")
 
 
-def _way(model: Path, convert: bool = False) -> str:
-    first = f"save it as {TOKENIZER} there (AutoTokenizer's save_pretrained does), and " if convert else ""
+def _way(model: Path, *, convert: bool = False) -> str:
+    first = f"save it as {TOKENIZER_FILE} there (AutoTokenizer's save_pretrained does), and " if convert else ""
     return f"{first}prepare the text anew, with 'fivefold data prepare TEXT -o TOKENS --tokenizer {model}'"
 
 
@@ -276,7 +281,7 @@ def _makes(path: Path) -> Any:
     """What a tokenizer.json says of how tokens are made, however it is formatted and whoever saved it last."""
     try:
         table = read_json(path)
-        parts: dict[str, Any] = {key: _plain(table.get(key)) for key in _PARTS}
+        parts: dict[str, Any] = {key: _plain(table.get(key)) for key in _TOKENIZER_PARTS}
         if merges := (parts["model"] or {}).get("merges"):  # "a b", or since tokenizers 0.20 ["a", "b"]
             parts["model"]["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
     except (UserError, AttributeError, TypeError):

@@ -18,7 +18,7 @@ from fivefold.data.base import DataSource
 from fivefold.data.shards import TokenShards
 from fivefold.job.aliases import apart, dtype_problem, explain
 from fivefold.job.listeners import LISTENERS, listener_problems, names_in
-from fivefold.job.table import NESTED, Table, apply, model_of
+from fivefold.job.table import NESTED_KEYS, Table, apply, model_of
 from fivefold.layout.layout import Layout, schedule_named
 from fivefold.losses import LOSSES
 from fivefold.losses.base import Loss
@@ -29,21 +29,21 @@ from fivefold.optim.base import OptimizerConfig, group_problems
 from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.registry import is_file
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.pattern import KINDS, named
+from fivefold.spec.pattern import KIND_REGISTRIES, named
 from fivefold.spec.presets import preset
 from fivefold.support.dtypes import Dtype, dtype_of
 from fivefold.support.errors import Note, Problem, UserError
 from fivefold.support.parsing import Missing, numbered, path_of, read, read_toml, toml_value, unknown_key
 from fivefold.support.plugins import Sections, find_value, is_plugin
-from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, outside, within
+from fivefold.support.ranges import MAX_SECONDS, MAX_STEPS, SEQUENCES, outside, within
 from fivefold.support.storage_place import remote_of
 from fivefold.support.text import did_you_mean
 
 Compile = Literal["auto", "on", "off"]
-Steps = Annotated[int, within(1, STEPS)]
-NoneOrMore = Annotated[int, within(0, STEPS, "0 means none")]
-EXAMPLES = Path(__file__).parent.parent / "examples"  # jobs that are installed with the package
-RECIPES = EXAMPLES.parent / "recipes"
+Steps = Annotated[int, within(1, MAX_STEPS)]
+NoneOrMore = Annotated[int, within(0, MAX_STEPS, "0 means none")]
+EXAMPLES_DIR = Path(__file__).parent.parent / "examples"  # jobs that are installed with the package
+RECIPES_DIR = EXAMPLES_DIR.parent / "recipes"
 BALANCE_RATE = 0.001  # DeepSeek-V3's (arXiv 2412.19437, section 4.2)
 
 
@@ -69,13 +69,13 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     eval_samples: NoneOrMore = 64  # held-out sequences per evaluation
     log_every: Steps = 10  # steps between printed lines where there is no terminal
     count: bool = False  # count bytes held and sent, and FLOPs, in the second step, and print them at the end
-    timeout: Annotated[float, within(0.001, SECONDS)] = 600.0  # seconds that a rank waits for another
+    timeout: Annotated[float, within(0.001, MAX_SECONDS)] = 600.0  # seconds that a rank waits for another
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     save: bool = True  # false: never
     every: NoneOrMore = 100  # steps between checkpoints; the end of a run, and SIGTERM, always make one
-    keep: Annotated[int, within(1, STEPS, "checkpoint.save=false makes none")] = 2  # the newest that are kept
+    keep: Annotated[int, within(1, MAX_STEPS, "checkpoint.save=false makes none")] = 2  # the newest that are kept
     keep_every: NoneOrMore = 0  # and those of every so many steps; 0: none of them
     memory_every: NoneOrMore = 0  # steps between snapshots in memory that outlives ranks (docs/checkpoints.md); 0: none
     url: str = ""  # object storage that has them, such as s3://bucket/runs; empty: the run's directory
@@ -105,7 +105,7 @@ class ElasticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     least: Annotated[int, within(1, SEQUENCES)] = 1  # ranks; with fewer the run ends, and resumes when they are back
     fixed: str = ""  # settings that every layout keeps, such as tp=2,zero=1
     whole: str = ""  # the layout with all ranks, noted here by a run that has lost some; empty: the job's own
-    probe: Annotated[float, within(0.1, SECONDS)] = 30.0  # seconds between checks for lost ranks of this machine
+    probe: Annotated[float, within(0.1, MAX_SECONDS)] = 30.0  # seconds between checks for lost ranks of this machine
 
 
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -313,16 +313,18 @@ def _odd(widths: dict[str, int]) -> str:
     return ", ".join(f"{name}={width}" for name, width in widths.items() if width % 16)
 
 
-NAMED: dict[str, Sections[Any]] = {registry.section: registry for registry in (SOURCES, OPTIMIZERS, LOSSES)}
+NAMED_SECTIONS: dict[str, Sections[Any]] = {registry.section: registry for registry in (SOURCES, OPTIMIZERS, LOSSES)}
 SECTIONS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Job) if field.name != "model"}
 _SCHEDULES = ("layout", "layout.schedule")
 # How changes that name a plugin begin.
-NAMING = tuple(f"{name}=" for name in (*(its.setting for its in NAMED.values()), LISTENERS.setting, *_SCHEDULES))
-KEYS: dict[str, list[str]] = {  # of every section, and of tables in one
+NAMING_PREFIXES = tuple(
+    f"{name}=" for name in (*(its.setting for its in NAMED_SECTIONS.values()), LISTENERS.setting, *_SCHEDULES)
+)
+SECTION_KEYS: dict[str, list[str]] = {  # of every section, and of tables in one
     "model": ["preset", "config", *ModelSpec.__struct_fields__],
-    **{f"model.{name}": keys for name, keys in NESTED.items()},
+    **{f"model.{name}": keys for name, keys in NESTED_KEYS.items()},
     **{name: list(kind.__struct_fields__) for name, kind in SECTIONS.items()},
-    **{name: registry.keys() for name, registry in NAMED.items()},
+    **{name: registry.keys() for name, registry in NAMED_SECTIONS.items()},
 }
 
 
@@ -380,8 +382,10 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
             after.extend(error.coded)
             return None
 
-    kinds = {name: kind(name, registry.of, registry.setting) for name, registry in NAMED.items()}
-    explain(table, KEYS | {name: NAMED[name].keys(its) for name, its in kinds.items() if its}, problems)
+    kinds = {name: kind(name, registry.of, registry.setting) for name, registry in NAMED_SECTIONS.items()}
+    explain(
+        table, SECTION_KEYS | {name: NAMED_SECTIONS[name].keys(its) for name, its in kinds.items() if its}, problems
+    )
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
     kinds["layout"] = kind("layout", _layout_kind, *_SCHEDULES)
     kinds["run"] = kind("run", _run_kind, LISTENERS.setting)
@@ -416,7 +420,7 @@ def _import_kinds(model: Any, problems: list[str], *, trusted: bool) -> None:
         if is_plugin(name) and (place, name) in refused:
             continue
         try:
-            KINDS[place].named(name, trusted=trusted)
+            KIND_REGISTRIES[place].named(name, trusted=trusted)
         except UserError as error:
             problems += numbered(error.coded, f"model.pattern[{number}]")
             model.pop("pattern", None)
@@ -435,7 +439,7 @@ def _file_of(path: Path) -> Path:
 def installed(path: Path) -> Path | None:
     """The job of that name that comes with the package."""
     name = path.name.removesuffix(".toml") + ".toml"
-    homes = [home for home in (EXAMPLES, RECIPES) if path.parent in (Path(), Path(home.name))]
+    homes = [home for home in (EXAMPLES_DIR, RECIPES_DIR) if path.parent in (Path(), Path(home.name))]
     return next((home / name for home in homes if os.path.isfile(home / name)), None)
 
 
@@ -488,10 +492,13 @@ def _section(section: str, value: Any, problems: list[str], kind: Any) -> Any:
 def job_from(table: Table) -> Job:
     """A job as a checkpoint has it. The first releases knew one scaling of rotary positions, and did not name it."""
     table = _moved(table)
-    model, own = table["model"], {name: registry.stored(table.get(name, {})) for name, registry in NAMED.items()}
+    model, own = (
+        table["model"],
+        {name: registry.stored(table.get(name, {})) for name, registry in NAMED_SECTIONS.items()},
+    )
     if scaling := model.get("rope_scaling"):
         model = model | {"rope_scaling": {"kind": "llama3"} | scaling}
-    others = {key: section for key, section in table.items() if key not in NAMED}
+    others = {key: section for key, section in table.items() if key not in NAMED_SECTIONS}
     return msgspec.structs.replace(msgspec.convert(others | {"model": model}, Job), **own)
 
 

@@ -47,8 +47,8 @@ RULES = {
     "trace": FREE,
     "run": FREE,
 }
-_SHOWN = 6  # differences in a sentence
-_LOOKS = 1000  # steps at which two curves are compared
+_MAX_SHOWN = 6  # differences in a sentence
+_COMPARED_STEPS = 1000  # steps at which two curves are compared
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ def rule_of(key: str) -> str:
     return RULES.get(key) or RULES[key.partition(".")[0]]
 
 
-def refusals(before: Job, now: Job, done: int, differing: list[Change], directory: Place, named: bool) -> list[str]:
+def resume_problems(
+    before: Job, now: Job, done: int, differing: list[Change], directory: Place, *, named: bool
+) -> list[str]:
     """Why a job may not go on with a run that has made `done` steps; `named`: the directory was given by name."""
     own = "--fresh" if named else "run.name=NAME or --fresh"
     never = [change for change in differing if change.rule == NEVER]
@@ -128,7 +130,7 @@ def bends(before: Job, now: Job, done: int) -> bool:
     stretched = msgspec.structs.replace(old, schedule_steps=new.schedule_steps)
     return any(
         learning_rate(old, step, before.train.steps) != learning_rate(stretched, step, now.train.steps)
-        for step in {*range(0, done, max(1, done // _LOOKS)), done - 1}
+        for step in {*range(0, done, max(1, done // _COMPARED_STEPS)), done - 1}
     )
 
 
@@ -156,8 +158,8 @@ def _way(before: float, now: float) -> str:
 
 
 def _listed(differing: list[Change]) -> str:
-    more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-    return ", ".join(map(str, differing[:_SHOWN])) + more
+    more = f" and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
+    return ", ".join(map(str, differing[:_MAX_SHOWN])) + more
 
 
 def _text(value: Any) -> str:

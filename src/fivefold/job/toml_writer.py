@@ -18,7 +18,7 @@ from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.parsing import toml_value
 from fivefold.support.text import printable
 
-WIDTH = 110
+LINE_WIDTH = 110
 
 
 def commented_toml(
@@ -82,13 +82,13 @@ def _line(key: str, value: Any, why: str) -> list[str]:
     setting = f"{key} = {_text(value)}"
     if not why:
         return [setting]
-    if len(beside := f"{setting:22}  {''.join(comment(why))}") <= WIDTH:
+    if len(beside := f"{setting:22}  {''.join(comment(why))}") <= LINE_WIDTH:
         return [beside]
     return [*comment(why), setting]
 
 
 def comment(text: str) -> list[str]:
-    return [f"# {line}" for line in textwrap.wrap(printable(text), WIDTH - 2, break_on_hyphens=False)]
+    return [f"# {line}" for line in textwrap.wrap(printable(text), LINE_WIDTH - 2, break_on_hyphens=False)]
 
 
 def _text(value: Any) -> str:

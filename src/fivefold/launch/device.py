@@ -14,16 +14,16 @@ import torch
 from fivefold.cost.model_state import host_memory, memory_problems
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.job.config import Job, TrainConfig
-from fivefold.launch.local import SHARING, owning_problem, sharing_problem
+from fivefold.launch.local import SHARED_GPU_HOST_PREFIX, owning_problem, sharing_problem
 from fivefold.launch.world import World
-from fivefold.support.dtypes import BYTES, precision_of
+from fivefold.support.dtypes import DTYPE_BYTES, precision_of
 from fivefold.support.errors import UserError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BYTES}
-DEFAULTS = TrainConfig()
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+DEFAULT_CONFIG = TrainConfig()
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
@@ -42,7 +42,7 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
 
 
 def choose_backend(
-    device: torch.device, local_ranks: int, config: TrainConfig = DEFAULTS, rank: int = 0, apart: bool = False
+    device: torch.device, local_ranks: int, config: TrainConfig = DEFAULT_CONFIG, rank: int = 0, apart: bool = False
 ) -> str:
     """NCCL where every rank of a node has a GPU of its own; gloo on CPUs, and where ranks share a GPU.
 
@@ -51,11 +51,11 @@ def choose_backend(
     order and error path of NCCL, but says nothing about speed. `apart`: ranks may be on several machines.
     """
     gpus = torch.cuda.device_count() if device.type == "cuda" and config.device != "mixed" else 0
-    if problem := sharing_problem(config, gpus, local_ranks, apart):
+    if problem := sharing_problem(config, gpus, local_ranks, apart=apart):
         raise UserError(problem)
     if config.share_gpu == "nccl" and local_ranks > 1:
         # "=": this interface, and not all whose names begin so.
-        os.environ.update(NCCL_HOSTID=f"{SHARING}{rank}", NCCL_SOCKET_IFNAME="=lo", NCCL_IB_DISABLE="1")
+        os.environ.update(NCCL_HOSTID=f"{SHARED_GPU_HOST_PREFIX}{rank}", NCCL_SOCKET_IFNAME="=lo", NCCL_IB_DISABLE="1")
     elif not 0 < local_ranks <= gpus:
         return "gloo"
     # `launch.watchdog` says in a line what NCCL has not finished; a dump takes a page, and holds up the end of a rank.

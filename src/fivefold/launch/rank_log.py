@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from fivefold.launch import tee
-from fivefold.launch.watchdog import STACK
+from fivefold.launch.watchdog import STACK_ENV
 from fivefold.launch.world import World
 from fivefold.support.files import open_regular
 
@@ -90,7 +90,7 @@ def _redirect(path: Path) -> None:
 
 def _start_copier(path: Path, copied_fds: list[int]) -> tuple["subprocess.Popen[bytes]", bool]:
     """(the process, whether it copies); `copied_fds`: where it reads from and writes to, in turns."""
-    arguments = [path, MAX_BYTES, os.environ.get(LOCK_FILE, ""), os.environ.get(STACK, ""), *copied_fds]
+    arguments = [path, MAX_BYTES, os.environ.get(LOCK_FILE, ""), os.environ.get(STACK_ENV, ""), *copied_fds]
     copier = subprocess.Popen(
         # Without site-packages, and whatever the environment says: it starts at once, and is what we ship.
         [sys.executable, "-I", "-S", tee.__file__, *map(str, arguments)],

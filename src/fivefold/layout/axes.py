@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from fivefold.support.ranges import RANKS, within
+from fivefold.support.ranges import MAX_RANKS, within
 
 RANK_ORDER = ("dp", "pp", "cp", "tp")  # of the ranks' numbers, slowest first
 PLACEMENT_ORDER = RANK_ORDER[::-1]  # the fastest first: which ranks share a node
@@ -61,7 +61,7 @@ def shown_order(axis: str) -> int:
     return list(AXES).index(axis) if axis in AXES else len(AXES)
 
 
-Degree = Annotated[int, within(1, RANKS)]
+Degree = Annotated[int, within(1, MAX_RANKS)]
 
 
 class Axes(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from fivefold.schedules.schedule import Placement
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.parsing import read, unknown_key
-from fivefold.support.ranges import RANKS, outside, within
+from fivefold.support.ranges import MAX_RANKS, outside, within
 
 # ---- commas ---------------------------------------------------------------------------------------------------------
 # A layout that was written with spaces for commas, and how it is written: dp=8 zero=3 is dp=8,zero=3.
@@ -204,8 +204,8 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
         out_of_range = {field: Problem(f"layout.{field}.range", text) for field, text in wrong.items()}
         # The other rules divide by these: they are checked with values in range.
         in_range = msgspec.structs.replace(self, **dict.fromkeys(out_of_range, 1))
-        if in_range.world > RANKS:
-            many = f"layout {in_range} has {in_range.world} ranks, which is more than {RANKS}"
+        if in_range.world > MAX_RANKS:
+            many = f"layout {in_range} has {in_range.world} ranks, which is more than {MAX_RANKS}"
             return [*out_of_range.values(), Problem("layout.ranks.most", many)]
         given = Given(spec, None if out_of_range else world, seq, batch, ranks_by)
         return [*out_of_range.values(), *rule_problems(in_range, given)]

@@ -38,7 +38,7 @@ from fivefold.model.ops import LocalOps
 from fivefold.parallel.control import gather_values
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import RANKS, checked, within
+from fivefold.support.ranges import MAX_RANKS, checked, within
 from fivefold.support.text import counted
 
 T = TypeVar("T")
@@ -184,7 +184,7 @@ def calibrate_ranks(device: str = "auto", nproc: int | None = None, quick: bool 
     """The speeds of `nproc` ranks of this machine (default: one for each GPU or core), measured at once."""
     chosen = choose_device(device)
     size = nproc or (torch.cuda.device_count() if chosen.type == "cuda" else cores())
-    checked("nproc", size, within(2, RANKS, "one rank has nothing to compare with"))
+    checked("nproc", size, within(2, MAX_RANKS, "one rank has nothing to compare with"))
     speeds = processes.run(size, "fivefold.machines.calibrate:local_rank_speed", device, quick, timeout=_LONGEST)
     return RanksResult(speeds)
 

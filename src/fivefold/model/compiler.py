@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
-BACKEND = "inductor"
+COMPILER_BACKEND = "inductor"
 _MAX_GRAPHS = 512  # of one function
 
 
@@ -22,7 +22,7 @@ def compiled(function: AnyFunction) -> AnyFunction:
     """
     torch._dynamo.config.recompile_limit = _MAX_GRAPHS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return torch.compile(function, dynamic=False, backend=BACKEND)  # type: ignore[return-value]
+    return torch.compile(function, dynamic=False, backend=COMPILER_BACKEND)  # type: ignore[return-value]
 
 
 def compilation() -> tuple[int, dict[str, int]]:

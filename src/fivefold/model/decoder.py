@@ -23,7 +23,7 @@ from fivefold.model.moe import MoE, RouterStats
 from fivefold.model.ops import LocalOps, MixerInputs
 from fivefold.model.recompute import recomputed
 from fivefold.model.rope import Rotation, rope_cache
-from fivefold.spec.kinds import MLP, PARAMETERS, BlockKind, Mixer
+from fivefold.spec.kinds import MLP, WANTED_PARAMETERS, BlockKind, Mixer
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.plugin_calls import ask, shown, told, wrong
@@ -116,7 +116,7 @@ def _unlike(kind: BlockKind, spec: ModelSpec, layer: int, module: nn.Module) -> 
     """What differs between a module's parameters and those that its kind's operations read."""
     within = f"layers.{layer}.{kind.place}."
     described: dict[str, tuple[int, ...]] = {}
-    for parameter in ask(kind, "parameters", spec, layer, wanted=PARAMETERS):
+    for parameter in ask(kind, "parameters", spec, layer, wanted=WANTED_PARAMETERS):
         name = parameter.name.removeprefix(within)
         if name in described:
             yield f"is described with {name} twice"

@@ -85,7 +85,7 @@ def _product(
 # those of the tensor cores' fast mode; the other takes three times as long for narrow experts.
 
 
-_MAX = torch.finfo(VALUES).max
+_E4M3_MAX = torch.finfo(VALUES).max
 
 
 class Fp8GroupedLinear(Function):
@@ -128,5 +128,5 @@ def _(x: Tensor, weights: Tensor, x_scale: Tensor, w_scale: Tensor, ends: Tensor
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., I] as 8-bit floats, and the scale [...] of every row."""
-    scale = x.abs().amax(-1).float().clamp(min=1e-12) / _MAX
-    return (x.float() / scale[..., None]).clamp(-_MAX, _MAX).to(VALUES), scale
+    scale = x.abs().amax(-1).float().clamp(min=1e-12) / _E4M3_MAX
+    return (x.float() / scale[..., None]).clamp(-_E4M3_MAX, _E4M3_MAX).to(VALUES), scale

@@ -73,7 +73,7 @@ class Linear(nn.Linear):
 # The activations of dense feed-forward networks and of experts.
 
 
-CLAMP = 7.0  # swiglu_limit of gpt-oss
+SWIGLU_LIMIT = 7.0  # swiglu_limit of gpt-oss
 
 
 def gated(name: str) -> bool:
@@ -88,7 +88,7 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def _swiglu_clamped(gate: Tensor, up: Tensor) -> Tensor:
     """gpt-oss: the gate is bounded above, the input on both sides; 1.702 makes the sigmoid a GELU's."""
-    gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 

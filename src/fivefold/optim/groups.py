@@ -99,5 +99,7 @@ def _odd(result: object) -> str:
     return "" if fit and result.rule in ("element", "matrix") else repr(result)
 
 
-_WORDS = 'a fivefold.optim.groups:ParamGroup, of a rule ("element" or "matrix") and numbers that are not negative'
-GROUP = Wanted(_WORDS, _odd)
+_GROUP_DESCRIPTION = (
+    'a fivefold.optim.groups:ParamGroup, of a rule ("element" or "matrix") and numbers that are not negative'
+)
+WANTED_GROUP = Wanted(_GROUP_DESCRIPTION, _odd)

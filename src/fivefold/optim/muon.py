@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Of the quintic a x + b x^3 + c x^5, by which an iteration moves every singular value towards 1: the steepest at zero
 # that leaves those between 0.7 and 1.2 there (Jordan et al.).
-QUINTIC = (3.4445, -4.7750, 2.0315)
+QUINTIC_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(AdamW, frozen=True, kw_only=True):
@@ -91,7 +91,7 @@ def orthogonalised(x: "Tensor", steps: int, eps: float) -> "Tensor":
     """
     import torch
 
-    a, b, c = QUINTIC
+    a, b, c = QUINTIC_COEFFICIENTS
     x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=eps))  # its spectral norm is below 1
     for _ in range(steps):
         gram = x @ x.mT

@@ -25,7 +25,7 @@ from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.ranges import RANKS, TOKENS, checked, misfit, within
+from fivefold.support.ranges import MAX_RANKS, MAX_TOKENS, checked, misfit, within
 from fivefold.support.text import counted, either
 
 MAX_SEQ = 1 << 24  # tokens; longer sequences are not asked about
@@ -321,7 +321,10 @@ def compare_cp(
         problems.append(
             f"{machines} has mixed nodes, and a cp group runs on nodes of one kind; nearest: cluster={group}"
         )
-    sizes = misfit("seq", seq, within(1, TOKENS)), misfit("cp", cp, within(2, RANKS, "one rank divides nothing"))
+    sizes = (
+        misfit("seq", seq, within(1, MAX_TOKENS)),
+        misfit("cp", cp, within(2, MAX_RANKS, "one rank divides nothing")),
+    )
     problems += [Problem("option.range", sentence) for sentence in sizes if sentence]
     if problems:
         raise UserError(problems, "compare.cp")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fivefold.planner.checkpoint_interval import Failures
 from fivefold.planner.search import Option
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import SECONDS, misfit, within
+from fivefold.support.ranges import MAX_SECONDS, misfit, within
 
 HOUR, DAY = 3600.0, 86_400.0
 GPUS_PER_SERVER = 8  # GPUs of a server, in the sources
@@ -78,7 +78,7 @@ class FailureCosts:
 
     def check(self) -> None:
         hours, rate = within(1e-3, 1e12), within(1e-6, 1e9)
-        ranges = {"mtbf": hours, "storage": rate} | dict.fromkeys(("detect", "restart", "save"), within(0, SECONDS))
+        ranges = {"mtbf": hours, "storage": rate} | dict.fromkeys(("detect", "restart", "save"), within(0, MAX_SECONDS))
         if wrong := [said for name, most in ranges.items() if (said := misfit(name, getattr(self, name), most))]:
             raise UserError(wrong, "option.range")
 

@@ -33,7 +33,7 @@ from fivefold.planner.training import CHINCHILLA_BUDGET
 from fivefold.render.blocks import Block, Cell, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import STEPS, checked, misfit, within
+from fivefold.support.ranges import MAX_STEPS, checked, misfit, within
 from fivefold.support.text import si
 
 # ---- result ---------------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def goodput(
 
 
 def _check_options(every: int | None, runs: int, seed: int, jitter: float) -> None:
-    checked("every", every, within(1, STEPS))
+    checked("every", every, within(1, MAX_STEPS))
     checked("runs", runs, within(10, MOST_RUNS))
     checked("seed", seed, within(0, SEEDS))
     if wrong := misfit("jitter", jitter, within(0, 1)):

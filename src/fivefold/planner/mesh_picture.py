@@ -145,12 +145,12 @@ def _every_rank(
         scene.shapes.append(Frame(left, top + 18, per_row * cell + 6, lines * cell + 6, PALE, 1.5))
         for at, rank in enumerate(node):
             spot = (left + 3 + at % per_row * cell, top + 21 + at // per_row * cell)
-            _rank(scene, layout, rank, panel, spot, cell, rank in members)
+            _rank(scene, layout, rank, panel, spot, cell, outlined=rank in members)
     return -(-len(nodes) // across) * (box[1] + 6)
 
 
 def _rank(
-    scene: Scene, layout: Layout, rank: int, panel: Panel, spot: tuple[float, float], cell: float, outlined: bool
+    scene: Scene, layout: Layout, rank: int, panel: Panel, spot: tuple[float, float], cell: float, *, outlined: bool
 ) -> None:
     x, y = spot
     position = layout.position(panel.axis, rank)

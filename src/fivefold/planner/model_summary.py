@@ -16,7 +16,7 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block
 from fivefold.spec.presets import PRESETS, source_of
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import TOKENS, checked, within
+from fivefold.support.ranges import MAX_TOKENS, checked, within
 from fivefold.support.text import si
 
 _PART_OF_KIND = {"embedding": "embedding", "norm": "norms", "bias": "biases"}
@@ -99,7 +99,7 @@ def _shown(value: Any) -> str:
 
 def model(name: str | Path | ModelSpec, *, seq: int | None = None) -> ModelResult:
     """A preset, or the model of a Hugging Face config or a job file; FLOPs at `seq` tokens, or at its context."""
-    checked("seq", seq, within(1, TOKENS))
+    checked("seq", seq, within(1, MAX_TOKENS))
     spec = job_of(name)[0].model
     if problems := spec.problems():
         raise UserError(problems)

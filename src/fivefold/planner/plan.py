@@ -28,7 +28,7 @@ from fivefold.planner.training import batch_of, budget_of, training_of
 from fivefold.spec.model import ModelSpec
 from fivefold.support.dtypes import precision_of
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import SEQUENCES, TOKENS, checked, misfit, within
+from fivefold.support.ranges import MAX_TOKENS, SEQUENCES, checked, misfit, within
 from fivefold.support.text import did_you_mean
 
 USUAL_CLUSTER = "8xH100"  # where neither the question nor the job names one
@@ -229,7 +229,7 @@ def _question(
         raise UserError(wrong)
     if seq is None:
         seq = job.data.seq if "data.seq" in named else min(spec.context, DEFAULT_SEQ)
-    checked("seq", seq, within(1, TOKENS))
+    checked("seq", seq, within(1, MAX_TOKENS))
     if spec.positions == "learned" and seq > spec.context:
         longer = f"seq={seq} is longer than the {spec.context} learned positions of {spec.name}"
         raise UserError(f"{longer}; nearest: seq={spec.context}", "data.seq.positions")

@@ -202,8 +202,10 @@ class SimulateResult(Result):
         if simulation := self.simulation:
             estimate, microbatches = self.option.estimate, f"{self.option.layout.microbatches} microbatches"
             if simulation.schedule.m * simulation.schedule.p <= MAX_DRAWN_PASSES:
-                yield Drawing(lambda columns, colour: timeline(simulation, columns, colour, self._left_out))
-                yield Drawing(lambda _, colour: legend([simulation], colour))
+                yield Drawing(
+                    lambda columns, colour: timeline(simulation, columns, colour=colour, left_out=self._left_out)
+                )
+                yield Drawing(lambda _, colour: legend([simulation], colour=colour))
                 if self._left_out:
                     yield Text(
                         f"{LEFT_OUT}: {self._left_out} of {microbatches} are left out; they repeat what is beside them"

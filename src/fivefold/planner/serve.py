@@ -47,7 +47,7 @@ from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.plugins import is_plugin
-from fivefold.support.ranges import SECONDS, TOKENS, misfit, within
+from fivefold.support.ranges import MAX_SECONDS, MAX_TOKENS, misfit, within
 
 # ---- expert sentences -----------------------------------------------------------------------------------------------
 # Sentences about experts and latents in a plan for serving: what a step touches, and why not another ep, tp or dp.
@@ -310,8 +310,8 @@ def request_problems(service: Service) -> list[str]:
     spec, cluster = service.spec, service.cluster
     wrong = spec.problems() or unknown_blocks(spec)
     given = {name: value for name, value in vars(service).items() if value is not None}
-    counts = [misfit(name, given.get(name), within(1, TOKENS)) for name in ("prompt", "output", "sequences")]
-    targets = [misfit(name, given.get(name), within(1e-6, SECONDS)) for name in ("ttft", "tpot")]
+    counts = [misfit(name, given.get(name), within(1, MAX_TOKENS)) for name in ("prompt", "output", "sequences")]
+    targets = [misfit(name, given.get(name), within(1e-6, MAX_SECONDS)) for name in ("ttft", "tpot")]
     wrong += [Problem("option.range", sentence) for sentence in (*counts, *targets) if sentence]
     if service.precision not in ("bf16", "fp8"):
         wrong.append(f"precision={service.precision!r} of the weights must be 'bf16' or 'fp8'")

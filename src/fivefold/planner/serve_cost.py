@@ -36,7 +36,7 @@ from fivefold.hardware.accelerators import software
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage, stages_of
 from fivefold.spec.blocks import Experts
-from fivefold.spec.kinds import CACHE
+from fivefold.spec.kinds import WANTED_CACHE
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block, head
 from fivefold.spec.pattern import Layer
@@ -279,7 +279,10 @@ class Replica:
         `busy`: groups that have tokens, all of them unless it is said."""
         layer = layer or self.spec.kinds(self.spec.layers - 1)
         spec, device, operations, routed = self.spec, self.device, block(self.spec, self.tp, layer), layer.routed
-        matmuls = (self.matmul(*shape, self.precision) for shape in dense_gemms(operations.matmuls, rows, False, 1))
+        matmuls = (
+            self.matmul(*shape, self.precision)
+            for shape in dense_gemms(operations.matmuls, rows, apart=False, sp_degree=1)
+        )
         moved = ELEMENTWISE_BYTES["fused"]
         norm = getattr(moved, spec.norm)[0] + moved.residual[0]
         active = (moved.swiglu if spec.activation.startswith("swiglu") else moved.gelu)[0]
@@ -498,7 +501,7 @@ def whole_cache(spec: ModelSpec, cache_bytes: int, tokens: int = 1) -> float:
 
 def kept(spec: ModelSpec, tp: int, layer: Layer, tokens: float) -> float:
     """Numbers that a block keeps of so many tokens on one of `tp` ranks."""
-    caches = (ask(kind, "cache", spec, tp, wanted=CACHE) for kind in layer.branches)
+    caches = (ask(kind, "cache", spec, tp, wanted=WANTED_CACHE) for kind in layer.branches)
     return sum(cache.numbers(tokens) for cache in caches if cache is not None)
 
 

@@ -16,7 +16,7 @@ from fivefold.cost.step import Workload
 from fivefold.job.aliases import NO_FP16
 from fivefold.job.config import Job
 from fivefold.job.preflight import needs_data
-from fivefold.job.recipes import CHINCHILLA, SOURCES, Choice, fit, recipe, tokens_of, usable_batch
+from fivefold.job.recipes import CHINCHILLA, RECIPE_SOURCES, Choice, fit, recipe, tokens_of, usable_batch
 from fivefold.job.toml_writer import commented_toml
 from fivefold.planner.error_range import IN_WORDS, step_range
 from fivefold.planner.failure_costs import DEFAULT_FLEET, PUBLISHED, FailureCosts, failures_of, saved_bytes
@@ -124,7 +124,7 @@ class Training:
             f"{spec.name} on {self.cluster}: {expected(option)}",
             f"{self.sentence(option)}. Start it with {start(option, path)}.",
             *([f"Made by: {command}"] if command else []),
-            *([f"Sources: {SOURCES}."] if any(key.startswith("optimizer.") for key in self.choices) else []),
+            *([f"Sources: {RECIPE_SOURCES}."] if any(key.startswith("optimizer.") for key in self.choices) else []),
         ]
         fill = "a directory made by fivefold data prepare"
         fill = f"fill in: {fill}" if needs_data(job) else f"{fill}; without it, Python's own source"
@@ -174,7 +174,7 @@ class Training:
 
     def table(self, option: Option) -> Table:
         rows = [(key, str(choice.value), choice.why) for key, choice in self.settings(option).items()]
-        caption = SOURCES if any(key.startswith("optimizer.") for key in self.choices) else ""
+        caption = RECIPE_SOURCES if any(key.startswith("optimizer.") for key in self.choices) else ""
         return Table(["setting", "value", "~where it comes from"], rows, title="Training", caption=caption)
 
 
@@ -195,7 +195,7 @@ def training_of(
     if not said and total < step:  # nobody asked
         total = step
     given = not said or batch is not None or kept is None or "train.batch" in kept
-    choices = fit(recipe(job.model, workload.seq, total), workload.batch, workload.seq, total, given)
+    choices = fit(recipe(job.model, workload.seq, total), workload.batch, workload.seq, total, given=given)
     steps = choices["train.steps"].value
     if kept is None:
         choices = {"train.steps": choices["train.steps"]} if said else {}

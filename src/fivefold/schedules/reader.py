@@ -102,7 +102,7 @@ class ScheduleReader:
         if messages not in (None, ["implied"]):
             self.refuse(self.places["messages"], "the only value of messages is 'implied'; without it, list them")
         self.check_ranks(ranks)
-        read = [self.read_order(rank, len(owner), microbatches, implied) for rank in range(ranks)]
+        read = [self.read_order(rank, len(owner), microbatches, implied=implied) for rank in range(ranks)]
         listed = sum(map(len, read))
         if not self.problems and microbatches > listed:
             where = self.places["microbatches"]
@@ -115,7 +115,7 @@ class ScheduleReader:
         schedule = Schedule(name, Placement(tuple(owner)), microbatches, orders, buffers, promise)
         if implied:
             schedule = wire(name, schedule.placement, microbatches, orders, buffers=buffers, promise=promise)
-        numbers = [_numbers_in_file(actions, implied) for actions in schedule.ranks]
+        numbers = [_numbers_in_file(actions, implied=implied) for actions in schedule.ranks]
         rank_places = [self.rank_places[rank] for rank in range(ranks)]
         action_places = [
             [order[n][0] if order else where for n in in_file]  # where the rank lists nothing, its own line
@@ -162,7 +162,7 @@ class ScheduleReader:
             numbers.append(number)
         return numbers
 
-    def read_order(self, rank: int, stages: int, microbatches: int, implied: bool) -> list[tuple[str, Action]]:
+    def read_order(self, rank: int, stages: int, microbatches: int, *, implied: bool) -> list[tuple[str, Action]]:
         """A rank's actions, each with where it was read; every problem with them is noted."""
         read: list[tuple[str, Action]] = []
         for where, token in self.tokens.get(rank, []):
@@ -186,7 +186,7 @@ class ScheduleReader:
         self.problems.append(f"{self.source}, {where}: {sentence}")
 
 
-def _numbers_in_file(actions: Sequence[Action], implied: bool) -> list[int]:
+def _numbers_in_file(actions: Sequence[Action], *, implied: bool) -> list[int]:
     """For each action of the schedule its number in the file; an implied message has that of the action before it."""
     if not implied:
         return list(range(len(actions)))

@@ -137,7 +137,7 @@ class DrawResult(Result):
             schedule = simulation.schedule
             yield Text(f"{schedule.name}  p={schedule.p} m={schedule.m}  {_summary(simulation)}", "bold")
             yield Drawing(partial(timeline, simulation))
-        yield Drawing(lambda _, colour: legend(self.simulations, colour))
+        yield Drawing(lambda _, colour: legend(self.simulations, colour=colour))
 
     def to_dict(self) -> dict[str, Any]:
         rows = [figures_of(simulation) | _details(simulation) for simulation in self.simulations]

@@ -48,7 +48,7 @@ def timeline(simulation: Simulation, columns: int = 100, colour: bool = True, le
             text.append(LEFT_OUT if offset else "", "dim")
             for span, group in groupby(part):
                 cell = _pair if span and span.beside else _cell
-                text.append_text(cell(simulation.schedule, _renumbered(span, offset), len([*group]), colour))
+                text.append_text(cell(simulation.schedule, _renumbered(span, offset), len([*group]), colour=colour))
         text.append("\n")
     text.append("memory\n".rjust(label), "dim")
     highest = max(simulation.peak_activations) or 1.0
@@ -60,7 +60,7 @@ def timeline(simulation: Simulation, columns: int = 100, colour: bool = True, le
     return text
 
 
-def legend(simulations: Sequence[Simulation], colour: bool = True) -> Text:
+def legend(simulations: Sequence[Simulation], *, colour: bool = True) -> Text:
     """Which colour is which kind of action."""
     present = {span.action.kind for s in simulations for spans in s.timeline for span in spans}
     text = Text()
@@ -104,7 +104,7 @@ def _columns(spans: list[DrawnSpan], width: int, column_time: float) -> list[Dra
     ]
 
 
-def _cell(schedule: Schedule, span: DrawnSpan | None, width: int, colour: bool) -> Text:
+def _cell(schedule: Schedule, span: DrawnSpan | None, width: int, *, colour: bool) -> Text:
     """An action in so many columns, or idle time."""
     if span is None:
         return Text("·" * width, "dim")
@@ -115,7 +115,7 @@ def _cell(schedule: Schedule, span: DrawnSpan | None, width: int, colour: bool) 
     return Text((number if len(number) <= width else "").center(width), _style(_colour(schedule, span.action)))
 
 
-def _pair(schedule: Schedule, span: DrawnSpan | None, width: int, colour: bool) -> Text:
+def _pair(schedule: Schedule, span: DrawnSpan | None, width: int, *, colour: bool) -> Text:
     """An overlapped pair: the F above the B, their numbers at either end. Without colours, `F5&B2`."""
     assert span is not None
     assert span.beside is not None

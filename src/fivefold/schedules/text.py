@@ -38,10 +38,10 @@ def to_text(schedule: Schedule, *, implied: bool = False) -> str:
     """The text form; with `implied` it leaves out the messages, which must be where `wire` puts them."""
     if implied and with_derived_messages(schedule) != schedule:
         raise ValueError(f"the messages of schedule {schedule.name} do not follow from its compute order")
-    return "\n".join(_lines(schedule, implied)) + "\n"
+    return "\n".join(_lines(schedule, implied=implied)) + "\n"
 
 
-def _lines(schedule: Schedule, implied: bool) -> Iterator[str]:
+def _lines(schedule: Schedule, *, implied: bool) -> Iterator[str]:
     for key, value in _header(schedule).items():
         yield f"{key} {' '.join(map(str, value)) if isinstance(value, list) else value}"
     if implied:

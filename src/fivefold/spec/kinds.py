@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import msgspec
 
 from fivefold.spec.operations import (
-    OPERATIONS,
+    WANTED_OPERATIONS,
     Cache,
     Elementwise,
     Matmul,
@@ -66,7 +66,7 @@ class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def parameters(self, spec: "ModelSpec", layer: int) -> Iterator[Parameter]:
         """Its parameters in that layer: those that its operations read."""
-        for operation in ask(self, "operations", spec, 1, wanted=OPERATIONS):
+        for operation in ask(self, "operations", spec, 1, wanted=WANTED_OPERATIONS):
             yield from parameters_of(operation, spec, layer, self.place)
 
     def cache(self, spec: "ModelSpec", tp: int) -> Cache | None:
@@ -130,11 +130,11 @@ class MLP(BlockKind, frozen=True, kw_only=True):
 
 # ---- what is asked of a kind ----------------------------------------------------------------------------------------
 
-PARAMETERS = each(
+WANTED_PARAMETERS = each(
     "fivefold.spec.operations:Parameter, in a list or by yield",
     lambda one: odd_record(one, Parameter),
 )
-CACHE = Wanted(
+WANTED_CACHE = Wanted(
     "a fivefold.spec.operations:Cache or None", lambda found: "" if found is None else odd_record(found, Cache)
 )
 
@@ -145,7 +145,7 @@ def _odd_names(found: object) -> str:
     return next((f"{name!r}: {shown(at)}" for name, at in found.items() if not isinstance(at, HfTensor)), "")
 
 
-HF_NAMES = Wanted("a dict of names and fivefold.spec.kinds:HfTensor", _odd_names)
+WANTED_HF_NAMES = Wanted("a dict of names and fivefold.spec.kinds:HfTensor", _odd_names)
 
 
 def trial(kind: BlockKind, spec: "ModelSpec", layer: int) -> Iterator[str]:
@@ -153,11 +153,11 @@ def trial(kind: BlockKind, spec: "ModelSpec", layer: int) -> Iterator[str]:
     if not is_plugin(kind.name):
         return
     asked: dict[str, tuple[Wanted, tuple[object, ...]]] = {
-        "operations": (OPERATIONS, (spec, 1)),
-        "parameters": (PARAMETERS, (spec, layer)),
+        "operations": (WANTED_OPERATIONS, (spec, 1)),
+        "parameters": (WANTED_PARAMETERS, (spec, layer)),
         "divided": (WHOLE_NUMBERS, (spec,)),
-        "cache": (CACHE, (spec, 1)),
-        "hf_names": (HF_NAMES, (spec,)),
+        "cache": (WANTED_CACHE, (spec, 1)),
+        "hf_names": (WANTED_HF_NAMES, (spec,)),
     }
     found: dict[str, None] = {}  # parameters follow from operations, and then fail as they do
     for member, (wanted, given) in asked.items():
@@ -170,7 +170,7 @@ def trial(kind: BlockKind, spec: "ModelSpec", layer: int) -> Iterator[str]:
 
 def _inconsistent(kind: BlockKind, spec: "ModelSpec") -> Iterator[str]:
     """What does not fit together in a plugin's operations: it could not be computed, or would be counted wrong."""
-    operations = list(ask(kind, "operations", spec, 1, wanted=OPERATIONS))
+    operations = list(ask(kind, "operations", spec, 1, wanted=WANTED_OPERATIONS))
     scores = [operation for operation in operations if isinstance(operation, Scores)]
     matmuls = [operation for operation in operations if isinstance(operation, Matmul)]
     if isinstance(kind, Mixer) and kind.attends != (len(scores) == 1):
@@ -188,7 +188,7 @@ def _inconsistent(kind: BlockKind, spec: "ModelSpec") -> Iterator[str]:
             )
         elif matmul.experts or matmul.tp in ("experts", "replicated_partial"):
             yield from _of_experts(kind, spec, matmul, of)
-    for parameter in ask(kind, "parameters", spec, 0, wanted=PARAMETERS):
+    for parameter in ask(kind, "parameters", spec, 0, wanted=WANTED_PARAMETERS):
         of = f"{kind.name}.parameters has {parameter.name}"
         if parameter.init is not None and parameter.init.problem:
             yield f"{of} with init of {parameter.init.problem}"
@@ -207,7 +207,7 @@ def _undivided(kind: BlockKind, spec: "ModelSpec", operations: Sequence[Operatio
     if uneven or any(width % 2 for width in ask(kind, "divided", spec, wanted=WHOLE_NUMBERS)):
         return
     try:
-        parts = list(ask(kind, "operations", spec, 2, wanted=OPERATIONS))
+        parts = list(ask(kind, "operations", spec, 2, wanted=WANTED_OPERATIONS))
     except UserError:  # said where a layout has this tp
         return
     of = f"{kind.name}.operations under tp:"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from fivefold.spec.kinds import HfTensor, Mixer
 from fivefold.spec.operations import Cache, Elementwise, Matmul, Operation, Scores
 from fivefold.support.errors import Problem
-from fivefold.support.ranges import TOKENS, outside, within
+from fivefold.support.ranges import MAX_TOKENS, outside, within
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
@@ -23,7 +23,7 @@ class GroupedQueryAttention(Mixer, frozen=True, kw_only=True, tag="attention"):
     module = "fivefold.model.attention:Attention"
     cp = attends = True
 
-    window: Annotated[int, within(0, TOKENS)] = 0  # keys that a query sees, its own the last; 0: all before it
+    window: Annotated[int, within(0, MAX_TOKENS)] = 0  # keys that a query sees, its own the last; 0: all before it
 
     def problems(self, spec: "ModelSpec") -> list[str]:
         latent = "model.pattern has attention, and model.mla is latent attention's; write mla"

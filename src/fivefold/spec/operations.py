@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
-from fivefold.support.plugin_calls import AMOUNT, ask, each, shown
+from fivefold.support.plugin_calls import WANTED_AMOUNT, ask, each, shown
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
@@ -248,7 +248,9 @@ def odd_record(found: Any, *kinds: type) -> str:
         try:
             msgspec.convert(value, wanted)
             amounts = [one for one in (value if isinstance(value, tuple) else [value]) if isinstance(one, int | float)]
-            odd = "" if isinstance(value, Initial) or all(0 <= one < math.inf for one in amounts) else AMOUNT.words
+            odd = (
+                "" if isinstance(value, Initial) or all(0 <= one < math.inf for one in amounts) else WANTED_AMOUNT.words
+            )
         except msgspec.ValidationError as error:
             odd = f"known: {', '.join(get_args(wanted))}" if get_origin(wanted) is Literal else str(error)
         if odd:
@@ -260,7 +262,9 @@ def _odd_operation(found: object) -> str:
     return odd_record(found, Matmul, Scores, Elementwise)
 
 
-OPERATIONS = each("fivefold.spec.operations (Matmul, Scores, Elementwise), in a list or by yield", _odd_operation)
+WANTED_OPERATIONS = each(
+    "fivefold.spec.operations (Matmul, Scores, Elementwise), in a list or by yield", _odd_operation
+)
 
 
 # ---- what tp makes of a branch ---------------------------------------------------------------------------------------
@@ -270,7 +274,7 @@ OPERATIONS = each("fivefold.spec.operations (Matmul, Scores, Elementwise), in a 
 # `latent_up_projection` reads. What is described otherwise no module can compute under tp: `group_problems` says so.
 
 Group = tuple[Matmul, ...]  # matmuls that read the same tensor in one step
-COLUMNS = ("colwise", "colwise_kv")
+COLUMN_SPLITS = ("colwise", "colwise_kv")
 
 
 class TensorGroups(NamedTuple):
@@ -296,7 +300,7 @@ def tensor_groups(matmuls: Iterable[Matmul]) -> TensorGroups:
     dense = [matmul for matmul in matmuls if matmul.dense]
     columns: list[Group] = []
     ups: list[Group] = []
-    wide = (matmul for matmul in dense if matmul.tp in COLUMNS)
+    wide = (matmul for matmul in dense if matmul.tp in COLUMN_SPLITS)
     for _, group in groupby(wide, key=lambda matmul: matmul.reads):
         step = tuple(group)
         earlier = dense[: dense.index(step[0])]
@@ -319,7 +323,7 @@ def group_problems(matmuls: Iterable[Matmul]) -> Iterator[str]:
                 yield f"{name} is rowwise and {reads}, of which every rank has all; make it colwise or replicated"
             open_, whole = False, True
             continue
-        if matmul.tp not in (*COLUMNS, "replicated"):
+        if matmul.tp not in (*COLUMN_SPLITS, "replicated"):
             yield f"{name} is {matmul.tp}, and a linear is colwise, rowwise or replicated"
         elif not (matmul.reads_residual or whole):
             norm = f"{matmul.branch}_norm"
@@ -327,7 +331,7 @@ def group_problems(matmuls: Iterable[Matmul]) -> Iterator[str]:
                 f"{name} is {matmul.tp} and {reads}, of which a rank has its columns; make it rowwise, or let it "
                 f"read {norm} or what a replicated linear before it writes"
             )
-        if matmul.tp in COLUMNS:
+        if matmul.tp in COLUMN_SPLITS:
             divided = open_ = True
         whole = whole or matmul.tp == "replicated"
     if open_:
@@ -407,7 +411,7 @@ def block(spec: "ModelSpec", tp: int = 1, layer: "Layer | None" = None) -> Block
 def _block(spec: "ModelSpec", tp: int, layer: "Layer") -> Iterator[Operation]:
     for kind in layer.branches:
         yield Elementwise("norm", spec.hidden, stream=True, name=f"{kind.place}_norm")
-        yield from ask(kind, "operations", spec, tp, wanted=OPERATIONS)
+        yield from ask(kind, "operations", spec, tp, wanted=WANTED_OPERATIONS)
         if spec.dropout > 0:
             yield Elementwise("dropout", spec.hidden, stream=True)
         yield Elementwise("residual", spec.hidden, stream=True)

@@ -32,13 +32,13 @@ else:
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The kinds of one layer. A name stands for the kind with its default settings; what it names is imported by
-    nobody here, but found if it has been (`KINDS`)."""
+    nobody here, but found if it has been (`KIND_REGISTRIES`)."""
 
     mixer: AnyMixer = None
     mlp: AnyMLP = None
 
     def __post_init__(self) -> None:
-        for place, registry in KINDS.items():
+        for place, registry in KIND_REGISTRIES.items():
             if (value := getattr(self, place)) is not None:
                 msgspec.structs.force_setattr(self, place, _made(registry, value))
 
@@ -58,7 +58,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.mixer is not None and self.mixer.attends
 
 
-KINDS: dict[str, Registry[Any]] = {
+KIND_REGISTRIES: dict[str, Registry[Any]] = {
     "mixer": Registry("model.pattern.mixer", Mixer, MIXERS),
     "mlp": Registry("model.pattern.mlp", MLP, MLPS),
 }
@@ -86,7 +86,7 @@ def named(pattern: Any) -> Iterator[tuple[int, str, str]]:
     """The names in a pattern as a job's table has it, each with the number of its entry and its place; what is none is
     found when it is read."""
     for number, layer in enumerate(pattern if isinstance(pattern, list | tuple) else ()):
-        for place in KINDS:
+        for place in KIND_REGISTRIES:
             value = layer.get(place) if isinstance(layer, dict) else None
             name = value.get("name") if isinstance(value, dict) else value
             if isinstance(name, str):
@@ -98,11 +98,11 @@ def layers_of(spec: "ModelSpec") -> tuple[Layer, ...]:
     if spec.pattern:
         return tuple(spec.pattern[layer % len(spec.pattern)] for layer in range(spec.layers))
     kinds = [(layer, _window(spec, layer), _is_dense(spec, layer)) for layer in range(spec.layers)]
-    made = {(window, dense): _layer(spec, window, dense) for _, window, dense in kinds}
+    made = {(window, dense): _layer(spec, window, dense=dense) for _, window, dense in kinds}
     return tuple(made[window, dense] for _, window, dense in kinds)
 
 
-def _layer(spec: "ModelSpec", window: int, dense: bool) -> Layer:
+def _layer(spec: "ModelSpec", window: int, *, dense: bool) -> Layer:
     mixer = MultiHeadLatentAttention() if spec.mla else GroupedQueryAttention(window=window)
     return Layer(mixer=mixer, mlp=Dense() if dense else MixtureOfExperts())
 
@@ -139,7 +139,7 @@ def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
                 f"model.pattern has two kinds called {places[0]} in layer {number}, whose parameters share names",
             )
     for kind in _different(spec.pattern):
-        registry = KINDS["mixer" if isinstance(kind, Mixer) else "mlp"]
+        registry = KIND_REGISTRIES["mixer" if isinstance(kind, Mixer) else "mlp"]
         first = next(number for number, layer in enumerate(spec.pattern) if any(kind is one for one in layer.branches))
         found = registry.class_problems(kind) or problems_of(kind, spec)
         for sentence in numbered(found, f"model.pattern[{first}]"):  # a plugin's may have no code

@@ -19,9 +19,9 @@ from fivefold.support.errors import UserError
 from fivefold.support.text import bytes_text
 
 Progress = Callable[[int], None]  # called with the bytes of every piece
-_CHUNK = 1 << 22  # bytes hashed at a time
-_READ = 1 << 24  # bytes read in one system call
-_RANGE = 1 << 28  # bytes synced to the disk at a time
+_HASH_CHUNK = 1 << 22  # bytes hashed at a time
+_READ_BYTES = 1 << 24  # bytes read in one system call
+_SYNC_BYTES = 1 << 28  # bytes synced to the disk at a time
 _SYNC_RANGE = getattr(CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
 _ON_DISK = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE | _WRITE | _WAIT_AFTER
 
@@ -56,24 +56,24 @@ class Regular(io.FileIO):
         """Read bytes from `start` on until `into` is full."""
         done = 0
         while done < len(into):
-            count = os.preadv(self.fileno(), [into[done : done + _READ]], start + done)
+            count = os.preadv(self.fileno(), [into[done : done + _READ_BYTES]], start + done)
             if not count:
                 raise OSError("a file has become shorter")
             done += count
             progress(count)
 
 
-_KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device",
+_FILE_KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device",
           stat.S_IFDIR: "directory"}  # fmt: skip
 
 
 def irregular(mode: int) -> str | None:
     """What a file is, by its mode, if it is not a regular file; else None."""
-    kind = _KINDS.get(stat.S_IFMT(mode), "special file")
+    kind = _FILE_KINDS.get(stat.S_IFMT(mode), "special file")
     return None if stat.S_ISREG(mode) else f"it is a {kind}, not a regular file"
 
 
-def open_regular(path: Path, links: bool = False, append: bool = False) -> Regular:
+def open_regular(path: Path, *, links: bool = False, append: bool = False) -> Regular:
     """A file to read, or to `append` to, that is one: no link, unless asked for, which may lead anywhere, and no pipe,
     which would wait for the other end."""
     flags = os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
@@ -84,9 +84,9 @@ def open_regular(path: Path, links: bool = False, append: bool = False) -> Regul
     return Regular(handle, "ab" if append else "rb")
 
 
-def read_regular(path: Path, max_bytes: int, links: bool = False) -> bytes:
+def read_regular(path: Path, max_bytes: int, *, links: bool = False) -> bytes:
     """All of a regular file that has at most so many bytes."""
-    with open_regular(path, links) as stream:
+    with open_regular(path, links=links) as stream:
         if (size := os.fstat(stream.fileno()).st_size) > max_bytes:
             raise OSError(errno.EFBIG, f"it has {bytes_text(size)}, and at most {bytes_text(max_bytes)} are read")
         return stream.read()
@@ -101,14 +101,14 @@ def digest(path: Path, progress: Progress | None = None) -> str:
 def digest_of(stream: Readable, progress: Progress | None = None) -> str:
     """sha256 of the rest of an open file."""
     sha256 = hashlib.sha256()
-    while piece := stream.read(_CHUNK):
+    while piece := stream.read(_HASH_CHUNK):
         sha256.update(piece)
         if progress:
             progress(len(piece))
     return sha256.hexdigest()
 
 
-def hashed(path: Path) -> File:
+def hash_file(path: Path) -> File:
     return File(path.name, path.stat().st_size, digest(path))
 
 
@@ -135,12 +135,12 @@ class HashedFile(io.RawIOBase):
         if not content.nbytes:  # an empty view cannot be cast
             return 0
         content = content.cast("B")
-        for start in range(0, len(content), _CHUNK):  # in chunks, so that the CPU's cache has them for both
-            rest = content[start : start + _CHUNK]
+        for start in range(0, len(content), _HASH_CHUNK):  # in chunks, so that the CPU's cache has them for both
+            rest = content[start : start + _HASH_CHUNK]
             self._sum.update(rest)
             while rest:  # an unbuffered write may write only a part
                 rest = rest[self._raw.write(rest) :]
-            self._progress(_CHUNK)
+            self._progress(_HASH_CHUNK)
         self._bytes += len(content)
         return len(content)
 
@@ -158,8 +158,8 @@ class HashedFile(io.RawIOBase):
         """Sync the file to the disk and close it; returns its size and checksum."""
         with self:
             if _SYNC_RANGE is not None:  # piece by piece, as a single fsync would report no progress
-                for start in range(0, self._bytes, _RANGE):
-                    _SYNC_RANGE(self.fileno(), c_int64(start), c_int64(_RANGE), _ON_DISK)
+                for start in range(0, self._bytes, _SYNC_BYTES):
+                    _SYNC_RANGE(self.fileno(), c_int64(start), c_int64(_SYNC_BYTES), _ON_DISK)
                     self._progress(0)
             os.fsync(self.fileno())
         return self.file

@@ -23,13 +23,13 @@ from fivefold.support.ranges import misfits, outside
 from fivefold.support.text import did_you_mean
 
 PARSE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)  # what a decoder raises for bad JSON
-_LARGEST = {"TOML": 1 << 20, "JSON": 1 << 26}  # bytes of a file
-_DEEPEST = 64  # levels of tables and lists inside each other
-_DOTS = 1000  # dots in a line
-_BITS = 64  # bits of a whole number; Python does not print one of thousands of digits
-_NAME = 255  # bytes of a file's name, on every file system in use
-_PATH = 4095  # bytes of a path that the system takes
-_FEW = 4  # settings of a table that a sentence names
+_MAX_FILE_BYTES = {"TOML": 1 << 20, "JSON": 1 << 26}  # bytes of a file
+_MAX_DEPTH = 64  # levels of tables and lists inside each other
+_MAX_DOTS = 1000  # dots in a line
+_MAX_INTEGER_BITS = 64  # bits of a whole number; Python does not print one of thousands of digits
+_MAX_NAME_BYTES = 255  # bytes of a file's name, on every file system in use
+_MAX_PATH_BYTES = 4095  # bytes of a path that the system takes
+_MAX_NAMED_SETTINGS = 4  # settings of a table that a sentence names
 
 
 class Missing(UserError):
@@ -49,8 +49,8 @@ def path_of(text: str | Path) -> Path:
     names = [os.fsencode(part) for part in path.parts] if _encodes(path) else None
     if names is None:
         raise UserError(f"{str(text)!r} is not a path: the file system cannot write its characters", "path.characters")
-    if max(map(len, names), default=0) > _NAME or len(os.fsencode(path)) > _PATH:
-        most = f"names have {_NAME} bytes at most, paths {_PATH}"
+    if max(map(len, names), default=0) > _MAX_NAME_BYTES or len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        most = f"names have {_MAX_NAME_BYTES} bytes at most, paths {_MAX_PATH_BYTES}"
         raise UserError(f"the path {str(text)[:40]!r}... is too long: {most}", "path.length")
     return path
 
@@ -83,7 +83,7 @@ def parsing(source: str | Path, kind: str) -> Iterator[None]:
 def read_bytes(path: Path, kind: str) -> bytes:
     """The bytes of a file: a regular one, as a pipe or device may have no end, and not too large for its kind."""
     try:
-        return read_regular(path_of(path), _LARGEST[kind], links=True)
+        return read_regular(path_of(path), _MAX_FILE_BYTES[kind], links=True)
     except OSError as error:
         error_class = Missing if isinstance(error, FileNotFoundError) else UserError
         raise error_class(f"cannot read {path}: {error.strerror or error}", "file.read") from None
@@ -103,8 +103,8 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML; raises errors that `parsing` turns into sentences."""
     text = text.replace("\r\n", "\n")
     for number, line in enumerate(text.split("\n"), 1):
-        if (dots := line.count(".")) > _DOTS:  # the parser's time grows with the square of a key's parts
-            raise ValueError(f"line {number} has {dots:,} dots, and at most {_DOTS:,} are read")
+        if (dots := line.count(".")) > _MAX_DOTS:  # the parser's time grows with the square of a key's parts
+            raise ValueError(f"line {number} has {dots:,} dots, and at most {_MAX_DOTS:,} are read")
     return _checked(tomllib.loads(text))
 
 
@@ -127,14 +127,14 @@ def parse_json(text: str | bytes) -> Any:
 def _checked(parsed: Any) -> Any:
     """The parsed value, if it is not nested too deeply and has no number that is too long to print."""
     level = [parsed]
-    for _ in range(_DEEPEST):
-        if any(type(value) is int and value.bit_length() > _BITS for value in level):
-            raise ValueError(f"a number in it has more than {_BITS} bits")
+    for _ in range(_MAX_DEPTH):
+        if any(type(value) is int and value.bit_length() > _MAX_INTEGER_BITS for value in level):
+            raise ValueError(f"a number in it has more than {_MAX_INTEGER_BITS} bits")
         inside = [value for value in level if isinstance(value, dict | list)]
         level = [item for value in inside for item in (value.values() if isinstance(value, dict) else value)]
         if not level:
             return parsed
-    raise ValueError(f"it is nested more than {_DEEPEST} deep")
+    raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -285,8 +285,8 @@ def _misfit(kind: Any, value: Any, path: str) -> Problem:
 def _settings(kind: type[msgspec.Struct]) -> str:
     """What to write into a table."""
     names = list(kind.__struct_fields__)
-    more = ", ..." if len(names) > _FEW else ""
-    return f"write a table with {', '.join(names[:_FEW])}{more}"
+    more = ", ..." if len(names) > _MAX_NAMED_SETTINGS else ""
+    return f"write a table with {', '.join(names[:_MAX_NAMED_SETTINGS])}{more}"
 
 
 def _unnumbered(path: str) -> str:

@@ -41,13 +41,13 @@ def each(words: str, odd: Callable[[Any], str]) -> Wanted:
     return Wanted(words, odd_one)
 
 
-TEXTS = each("sentences, in a list or by yield", lambda one: "" if isinstance(one, str) else shown(one))
+WANTED_TEXTS = each("sentences, in a list or by yield", lambda one: "" if isinstance(one, str) else shown(one))
 WHOLE_NUMBERS = each("a list of whole numbers", lambda one: "" if type(one) is int else shown(one))
-AMOUNT = Wanted(
+WANTED_AMOUNT = Wanted(
     "a number, finite and not negative",
     lambda result: "" if isinstance(result, int | float) and 0 <= result < math.inf else shown(result),
 )
-TRUTH = instance("True or False", bool)
+WANTED_BOOL = instance("True or False", bool)
 
 
 def ask(plugin: Any, member: str, *given: Any, wanted: Wanted | None = None, **options: Any) -> Any:
@@ -71,7 +71,7 @@ def ask(plugin: Any, member: str, *given: Any, wanted: Wanted | None = None, **o
 def problems_of(plugin: Any, *given: Any) -> list[str]:
     """What its own `problems` says is wrong; or, where that fails, what is wrong with it."""
     try:
-        return [*ask(plugin, "problems", *given, wanted=TEXTS)]
+        return [*ask(plugin, "problems", *given, wanted=WANTED_TEXTS)]
     except UserError as error:
         return error.coded
 

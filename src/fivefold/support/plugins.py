@@ -34,9 +34,9 @@ from fivefold.support.plugin_files import installed_as, source_files
 from fivefold.support.plugin_finder import FINDER
 from fivefold.support.text import did_you_mean, nearest
 
-_FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-_ALLOWING = re.compile(r" --plugin ([^\s,]+)")
-_LISTED = 12  # names of a module, where one is asked for that it does not have
+_PLUGIN_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_PLUGIN_OPTION = re.compile(r" --plugin ([^\s,]+)")
+_MAX_LISTED = 12  # names of a module, where one is asked for that it does not have
 _imported: dict[str, Any] = {}  # by name, what this process uses: imported for its user, or by the program itself
 
 
@@ -266,14 +266,14 @@ def untrusted(setting: str, name: str) -> Problem:
 def untrusted_in(error: UserError) -> list[str]:
     """The plugins that the problems of an error would have allowed, each once."""
     problems = (problem for problem in error.coded if getattr(problem, "code", "") == "plugin.untrusted")
-    return list(dict.fromkeys(name for problem in problems for name in _ALLOWING.findall(problem)))
+    return list(dict.fromkeys(name for problem in problems for name in _PLUGIN_OPTION.findall(problem)))
 
 
 def load(name: str, setting: str = "--plugin", fits: Callable[[Any], bool] = lambda found: False) -> Any:
     """Import what a user has named; where there is no such name, those are listed that `fits` takes."""
     if name in _imported:
         return _imported[name]
-    if not _FORM.fullmatch(name):
+    if not _PLUGIN_NAME.fullmatch(name):
         form = "is not of the form package.module:Name"
         raise UserError(Problem("plugin.form", f"{setting}={name!r} {form}, for example my_package.lion:Lion"))
     module_name, _, attribute = name.partition(":")
@@ -315,8 +315,8 @@ def _hint(attribute: str, module: ModuleType, fits: Callable[[Any], bool]) -> st
     public = {word: value for word, value in vars(module).items() if not word.startswith("_")}
     own = [word for word, value in public.items() if getattr(value, "__module__", "") == module.__name__]
     names = [word for word in public if fits(public[word])] or own or [*public]
-    more = [f"... ({len(names) - _LISTED} more)"] if len(names) > _LISTED else []
-    return did_you_mean(attribute, nearest(attribute, names) or [*names[:_LISTED], *more])
+    more = [f"... ({len(names) - _MAX_LISTED} more)"] if len(names) > _MAX_LISTED else []
+    return did_you_mean(attribute, nearest(attribute, names) or [*names[:_MAX_LISTED], *more])
 
 
 def named(place: str) -> Any:

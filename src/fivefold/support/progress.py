@@ -14,22 +14,22 @@ from typing import TypeAlias, TypeVar
 Report: TypeAlias = Callable[[int, int], None]
 
 
-_SHOWN = [True]  # a stack; the last entry is in force
+_SHOWN_STACK = [True]  # a stack; the last entry is in force
 
 
 def shown() -> bool:
     """Whether progress bars, remarks and notes are shown, in addition to results and errors."""
-    return _SHOWN[-1]
+    return _SHOWN_STACK[-1]
 
 
 @contextmanager
 def silenced() -> Iterator[None]:
     """Show nothing but results and errors inside the block."""
-    _SHOWN.append(False)
+    _SHOWN_STACK.append(False)
     try:
         yield
     finally:
-        _SHOWN.pop()
+        _SHOWN_STACK.pop()
 
 
 def quiet(done: int, total: int) -> None:

@@ -16,11 +16,11 @@ from msgspec import Meta
 
 from fivefold.support.errors import Problem, UserError
 
-RANKS = 10_000_000
-STEPS = 10**12  # of training, and all settings that are counted in steps
+MAX_RANKS = 10_000_000
+MAX_STEPS = 10**12  # of training, and all settings that are counted in steps
 SEQUENCES = 10**9  # of a step
-TOKENS = 10**9  # of a sequence
-SECONDS = 10**8  # three years; the system's clocks overflow somewhere beyond
+MAX_TOKENS = 10**9  # of a sequence
+MAX_SECONDS = 10**8  # three years; the system's clocks overflow somewhere beyond
 
 
 def within(least: float, most: float, hint: str = "") -> Meta:
@@ -51,7 +51,7 @@ def checked(name: str, value: Any, range_: Meta) -> Any:
 
 def seconds(name: str, value: float) -> float:
     """Returns an argument if it is a valid number of seconds."""
-    if sentence := misfit(name, value, within(0.001, SECONDS)):
+    if sentence := misfit(name, value, within(0.001, MAX_SECONDS)):
         raise UserError(sentence, "option.range")
     return value
 

@@ -23,7 +23,7 @@ from fivefold.support.storage_place import Place, place_of
 from fivefold.trainer.loop import Trainer
 from fivefold.trainer.resuming import misfits
 
-_LONG_WAIT = 1.0  # seconds; a longer wait for the disk is reported
+_REPORTED_WAIT = 1.0  # seconds; a longer wait for the disk is reported
 
 
 def _find_weights(named: str, rank: int) -> tuple[str, list[str]]:
@@ -61,7 +61,7 @@ class Checkpoints:
         """Loads the newest undamaged checkpoint, in memory or on disk, if there is one. Collective."""
         self.restore_start = time.monotonic()
         run = self.store.directory.parent
-        self.memory.enter(self.trainer.mesh, run, bool(self.trainer.job.checkpoint.memory_every))
+        self.memory.enter(self.trainer.mesh, run, enabled=bool(self.trainer.job.checkpoint.memory_every))
         self.starts = self._starts(run) if self.control.rank == 0 and self.memory.nodes is not None else []
         candidates = self.memory.find(self._is_current)
         disk_step: int | None = self.control.broadcast_value(self._step_on_disk() if candidates else None, int | None)
@@ -257,7 +257,7 @@ class Checkpoints:
         previous, start = self.saver.saving, time.monotonic()
         self.finish()
         waited = time.monotonic() - start
-        if previous is None or waited < _LONG_WAIT or self.wait_reported:
+        if previous is None or waited < _REPORTED_WAIT or self.wait_reported:
             return
         self.wait_reported = True
         write_seconds, every = start - previous.begun + waited, self.trainer.job.checkpoint.every

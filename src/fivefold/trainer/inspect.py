@@ -16,7 +16,7 @@ from fivefold.render.blocks import Block, Result, Text
 from fivefold.render.scene import Scene
 from fivefold.support.errors import UserError
 from fivefold.support.storage_place import Place, place_of
-from fivefold.trainer.records import METRICS
+from fivefold.trainer.records import METRICS_FILE
 from fivefold.trainer.result import ExpertsResult, TrainResult
 from fivefold.trainer.resuming import model_with_experts
 
@@ -56,7 +56,7 @@ class InspectResult(Result):
 def inspect(run: str | Place, step: int | None = None) -> InspectResult:
     """The contents of a run, by directory or URL, with its newest checkpoint or that of `step`; or a checkpoint's."""
     place = place_of(run)
-    if checkpoint_at(place) or not isinstance(place, Path) or not (place / METRICS).is_file():
+    if checkpoint_at(place) or not isinstance(place, Path) or not (place / METRICS_FILE).is_file():
         return InspectResult(None, None, show_checkpoint(place, step))
     try:
         trained, notes = TrainResult.read(place), list[str]()

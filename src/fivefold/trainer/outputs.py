@@ -25,7 +25,7 @@ from fivefold.support.text import bytes_text, counted, si
 from fivefold.tracing.records import Trace
 from fivefold.tracing.result import TraceFile
 from fivefold.trainer.directories import owners, sign
-from fivefold.trainer.records import METRICS, Evaluation, MetricsFile, Step, StepDecision, trim
+from fivefold.trainer.records import METRICS_FILE, Evaluation, MetricsFile, Step, StepDecision, trim
 
 Say = Callable[[str], None]
 
@@ -41,7 +41,7 @@ class Outputs:
         self.runs = owners(directory) or []
         self.description = {"job.toml": to_toml(job), "environment.json": json.dumps(environment, indent=2) + "\n"}
         self.traced = TraceFile(directory / "trace.json")
-        metrics = directory / METRICS
+        metrics = directory / METRICS_FILE
         try:
             self.handle = os.open(directory, os.O_RDONLY)  # while it is open, no other directory gets its inode number
             self.describe()
@@ -159,7 +159,10 @@ def vanishing(directory: Path) -> TrainingError:
 # The output of a run: a live panel on a terminal, plain lines elsewhere, and a summary at the end.
 
 
-_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille character's dots, by column and row
+_BRAILLE_BITS = (
+    (0x01, 0x02, 0x04, 0x40),
+    (0x08, 0x10, 0x20, 0x80),
+)  # bits of a braille character's dots, by column and row
 
 
 class Display:
@@ -259,7 +262,7 @@ def chart(values: Sequence[float | None], marks: dict[str, float], width: int = 
         y = row_of(sum(in_column) / len(in_column), 4 * height)
         ends = (y, y if previous_y is None else previous_y)
         for dot in range(min(ends), max(ends) + 1):  # dots up to the previous point, so that a steep fall is a line
-            cells[dot // 4][x // 2] |= _DOTS[x % 2][dot % 4]
+            cells[dot // 4][x // 2] |= _BRAILLE_BITS[x % 2][dot % 4]
         previous_y = y
     labels = {0: f"{top:.2f}", height - 1: f"{bottom:.2f}"}
     dashed: dict[int, str] = {}

@@ -15,7 +15,7 @@ from fivefold.layout.layout import Layout
 # ---- replicas -------------------------------------------------------------------------------------------------------
 
 ReplicaAxes = tuple[str, ...]  # the axes over which a tensor is replicated, such as ("fsdp", "tp"), sorted
-_CHOICES = (
+_WITNESSES = (
     ("", "fsdp", "efsdp"),  # over ZeRO's axis, of dense or of expert weights; "": sharded over it
     ("", "replicate"),  # over the replicas of hybrid sharding
     ("", "tp"),
@@ -28,9 +28,9 @@ def replica_axes(axes: Sequence[str], layout: Layout) -> ReplicaAxes:
     return tuple(sorted({axis for axis in axes if axis and layout.size(axis) > 1}))
 
 
-def all_replica_axes(layout: Layout, has_experts: bool) -> list[ReplicaAxes]:
+def all_replica_axes(layout: Layout, *, has_experts: bool) -> list[ReplicaAxes]:
     """Those that any tensor of a layout can have, in one order on all ranks: they index what is gathered."""
-    choices = (axes for axes in product(*_CHOICES) if has_experts or "efsdp" not in axes)
+    choices = (axes for axes in product(*_WITNESSES) if has_experts or "efsdp" not in axes)
     distinct = {replica_axes(axes, layout) for axes in choices}
     if has_experts:  # the bias that balances the experts is replicated over the whole stage
         distinct.add(replica_axes(["stage"], layout))

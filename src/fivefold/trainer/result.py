@@ -18,14 +18,14 @@ from fivefold.support.errors import UserError
 from fivefold.support.parsing import path_of
 from fivefold.support.text import bytes_text, counted
 from fivefold.trainer.outputs import chart, drawable
-from fivefold.trainer.records import METRICS, Evaluation, Load, Step, StepDecision, evenness, recent
+from fivefold.trainer.records import METRICS_FILE, Evaluation, Load, Step, StepDecision, evenness, read_recent
 from fivefold.trainer.resuming import stored_job
 
-_HEIGHT = 560.0  # of the picture
+_PICTURE_HEIGHT = 560.0  # of the picture
 
 
 def _left_out_text(size: int) -> str:
-    return f"{METRICS} has {bytes_text(size)} more before these steps, which were not read"
+    return f"{METRICS_FILE} has {bytes_text(size)} more before these steps, which were not read"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TrainResult(Result):
 
     @classmethod
     def read(cls, directory: Path) -> "TrainResult":
-        records, left_out = recent(directory / METRICS)
+        records, left_out = read_recent(directory / METRICS_FILE)
         evaluations = [record for record in records if isinstance(record, Evaluation)]
         steps = [record for record in records if isinstance(record, Step)]
         decisions = [record for record in records if isinstance(record, StepDecision)]
@@ -87,10 +87,12 @@ class TrainResult(Result):
         if len(known) < 2:
             return None
         first, last = self.steps[0].step, self.steps[-1].step
-        scene = sheet("Loss by step", f"{self.directory}: {last:,} steps, loss {known[-1]:.4f} at the end", _HEIGHT)
+        scene = sheet(
+            "Loss by step", f"{self.directory}: {last:,} steps, loss {known[-1]:.4f} at the end", _PICTURE_HEIGHT
+        )
         low, high = min(known), max(known)
         margin = 0.06 * ((high - low) or 1.0)
-        area = (110, TOP + 6, WIDTH - 110 - MARGIN, _HEIGHT - TOP - 70)  # left, top, width, height
+        area = (110, TOP + 6, WIDTH - 110 - MARGIN, _PICTURE_HEIGHT - TOP - 70)  # left, top, width, height
         plot = Plot(scene, *area, (first, low - margin), (last, high + margin))
         plot.axis_x("step")
         plot.axis_y("loss, nats per token")
@@ -110,7 +112,7 @@ def _loss_text(step: Step) -> str:
 # The load of a run's experts over its steps: a table for people, a picture of every layer and expert, JSON.
 
 
-PICTURE = "load.svg"
+LOAD_PICTURE = "load.svg"
 _BARS = "·▁▂▃▄▅▆▇█"  # no tokens, and up to twice the mean
 _MAX_BARS = 32  # in a row of the table; with more experts, a bar is the fullest of several
 _MAX_COLUMNS, _MAX_ROWS = 80, 320  # cells of the picture
@@ -135,7 +137,7 @@ class ExpertsResult(Result):
     def read(cls, directory: Path, model: ModelSpec) -> "ExpertsResult":
         if model.experts is None:
             raise UserError(f"{model.name}, which {directory} trains, has no experts", "picture.empty")
-        records, left_out = recent(directory / METRICS)
+        records, left_out = read_recent(directory / METRICS_FILE)
         with_load = [record for record in records if isinstance(record, Step) and record.load is not None]
         shape = [model.experts.count] * len(model.routed_layers)
         complete = [step for step in with_load if [len(layer) for layer in _tokens(step)] == shape]
@@ -239,7 +241,7 @@ def experts(run: str | Path) -> ExpertsResult:
     2
     """
     directory = path_of(str(run))
-    if not (directory / METRICS).is_file():
+    if not (directory / METRICS_FILE).is_file():
         raise UserError(f"{directory} is not the directory of a run: it has no metrics.jsonl", "run.missing")
     try:
         return ExpertsResult.read(directory, stored_job(directory).model)

@@ -19,20 +19,20 @@ from fivefold.checkpoint.find import find, reachable, run_of, store_of, stored
 from fivefold.checkpoint.hf_extras import TOKENIZER_FILES
 from fivefold.checkpoint.manifest import MANIFEST, Checkpoint, Damaged
 from fivefold.checkpoint.store import Store
-from fivefold.data.index import TOKENIZER
+from fivefold.data.index import TOKENIZER_FILE
 from fivefold.data.rows import Splits
 from fivefold.data.tokenizer import foreign
-from fivefold.job.config import NAMING, Job, RunConfig, installed, resolve
-from fivefold.job.resume_rules import NEVER, Change, changes, refusals
+from fivefold.job.config import NAMING_PREFIXES, Job, RunConfig, installed, resolve
+from fivefold.job.resume_rules import NEVER, Change, changes, resume_problems
 from fivefold.spec.hf import END_NAMED_IN, HF_CONFIG
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Note, UserError
 from fivefold.support.parsing import Missing, path_of, read_toml
 from fivefold.support.storage_place import Place, RemotePlace, place_of
 from fivefold.support.text import did_you_mean
-from fivefold.trainer.directories import JOB, chosen, complete, earlier
+from fivefold.trainer.directories import JOB_FILE, complete, earlier, existing_run_directory
 
-SCHEDULE = "schedule.txt"  # a pipeline schedule that the job took from a file
+SCHEDULE_FILE = "schedule.txt"  # a pipeline schedule that the job took from a file
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Start:
 
     def checked(self, job: Job, sources: Splits) -> Path | None:
         """The directory in which the job continues; None for a new one. UserError if the job does not fit the run."""
-        directory = self.named or chosen(job, self.fresh)
+        directory = self.named or existing_run_directory(job, fresh=self.fresh)
         if directory is None:
             if problems := misbegun(job, sources):
                 raise UserError(problems, "run.weights.refused")
             return None
-        problems = refused(directory, job, sources, named=self.named is not None)
+        problems = resume_refusals(directory, job, sources, named=self.named is not None)
         if problems and not self.named and (own := earlier(job, directory)):
-            directory, problems = own, refused(own, job, sources, named=False)
+            directory, problems = own, resume_refusals(own, job, sources, named=False)
         if problems:
             raise UserError(problems, "run.resume.weights")
         return directory
@@ -83,11 +83,11 @@ def run_named(word: str | None) -> Place | None:
             f"newest ({newest}), and 'fivefold checkpoint reshard {run}{step} --layout dp=1 -o NEW' makes a run of one",
             "run.resume.checkpoint",
         )
-    if not (path / JOB).exists() and not newest_of(Store(path / "checkpoints").complete()):
+    if not (path / JOB_FILE).exists() and not newest_of(Store(path / "checkpoints").complete()):
         others = _runs(path) or _runs(path.parent)
         known = f"; there is: {', '.join(others[:5])}" if others else ""
         raise UserError(
-            f"{path} is not the directory of a run: it has neither {JOB} nor a checkpoint{known}", "run.missing"
+            f"{path} is not the directory of a run: it has neither {JOB_FILE} nor a checkpoint{known}", "run.missing"
         )
     return path
 
@@ -105,7 +105,9 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
     places = ("run=", "run.name=", "checkpoint.url=" if isinstance(directory, RemotePlace) else "run.dir=")
     if moved := [word for word in words if word.startswith(places)]:
         way_out = (
-            "--fresh" if isinstance(directory, RemotePlace) else f"'fivefold train {directory / JOB} run.name=NAME'"
+            "--fresh"
+            if isinstance(directory, RemotePlace)
+            else f"'fivefold train {directory / JOB_FILE} run.name=NAME'"
         )
         raise UserError(
             f"{moved[0]} is not {directory}, in which the run resumes; a run of its own with the same job is {way_out}",
@@ -126,13 +128,13 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
     if (directory / HF_CONFIG).is_file() and (first := _imported(absolute)):
         table["run"]["weights"] = str(first)
     layout = table.get("layout", {})
-    if Path(str(layout.get("schedule"))).name == SCHEDULE and (directory / SCHEDULE).is_file():
-        layout["schedule"] = str((directory / SCHEDULE).absolute())
+    if Path(str(layout.get("schedule"))).name == SCHEDULE_FILE and (directory / SCHEDULE_FILE).is_file():
+        layout["schedule"] = str((directory / SCHEDULE_FILE).absolute())
     try:
         resolve(copy.deepcopy(table), stored=True)
     except UserError as error:  # what may not be imported may be replaced, too
-        if {*error.codes} != {"plugin.untrusted"} or not any(word.startswith(NAMING) for word in words):
-            raise UserError(error.framed(f"{directory / JOB}: ")) from None
+        if {*error.codes} != {"plugin.untrusted"} or not any(word.startswith(NAMING_PREFIXES) for word in words):
+            raise UserError(error.framed(f"{directory / JOB_FILE}: ")) from None
     return resolve(table, words, stored=True)
 
 
@@ -144,7 +146,7 @@ def model_with_experts(directory: Path) -> ModelSpec | None:
     try:
         found = resolve(own, stored=True).model
     except UserError as error:
-        raise UserError(error.framed(f"{directory / JOB}: ")) from None
+        raise UserError(error.framed(f"{directory / JOB_FILE}: ")) from None
     return found if found.experts else None
 
 
@@ -167,9 +169,9 @@ def _table(directory: Path) -> dict[str, Any]:
     """The stored job as a table: from job.toml, or if there is none, from the newest checkpoint."""
     newest = newest_of(Store(directory / "checkpoints").complete())
     try:
-        table = read_toml(directory / JOB)
+        table = read_toml(directory / JOB_FILE)
         if any(not isinstance(table.get(section, {}), dict) for section in ("run", "layout")):
-            raise UserError(f"{directory / JOB} has settings where it should have sections", "file.syntax")
+            raise UserError(f"{directory / JOB_FILE} has settings where it should have sections", "file.syntax")
         return table
     except Missing:
         if newest is None:
@@ -193,7 +195,7 @@ def newest_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     return None
 
 
-def refused(directory: Path, job: Job, sources: Splits, named: bool) -> list[str]:
+def resume_refusals(directory: Path, job: Job, sources: Splits, *, named: bool) -> list[str]:
     """Why the run of a directory cannot continue with a job, or was probably not meant to; [] if it can."""
     checkpoints = complete(job, directory)
     newest = newest_of(checkpoints)
@@ -208,7 +210,7 @@ def refused(directory: Path, job: Job, sources: Splits, named: bool) -> list[str
             "so, and run.name=NAME or --fresh trains random ones in a directory of its own"
         ]
     changed, done = differences(newest, job, sources), newest.manifest.step
-    return refusals(stored(newest), job, done, changed, directory, named) + _foreign(directory, sources)
+    return resume_problems(stored(newest), job, done, changed, directory, named=named) + _foreign(directory, sources)
 
 
 def misbegun(job: Job, sources: Splits) -> list[str]:
@@ -230,9 +232,10 @@ def _foreign(run: Place, sources: Splits) -> list[str]:
     """The problems if the data has another tokenizer than the weights of a run."""
     if not isinstance(run, Path):
         return []
-    if (run / HF_CONFIG).is_file() and not (run / TOKENIZER).is_file():
+    if (run / HF_CONFIG).is_file() and not (run / TOKENIZER_FILE).is_file():
         warnings.warn(
-            Note(f"{run} has no {TOKENIZER}: nothing shows whether these tokens are those of its model"), stacklevel=2
+            Note(f"{run} has no {TOKENIZER_FILE}: nothing shows whether these tokens are those of its model"),
+            stacklevel=2,
         )
     return [problem for store in sources.stores for problem in foreign(run, store.path, TOKENIZER_FILES, END_NAMED_IN)]
 
@@ -245,8 +248,8 @@ def differences(checkpoint: Checkpoint, job: Job, sources: Splits) -> list[Chang
 def misfits(checkpoint: Checkpoint, job: Job) -> list[str]:
     """Why a job cannot load a checkpoint: its model differs; [] if it can."""
     before = stored(checkpoint)
-    return refusals(before, job, 0, changes(before, job), checkpoint.path, named=False)
+    return resume_problems(before, job, 0, changes(before, job), checkpoint.path, named=False)
 
 
 def _runs(parent: Path) -> list[str]:
-    return sorted(str(other.parent) for other in parent.glob(f"*/{JOB}")) if parent.is_dir() else []
+    return sorted(str(other.parent) for other in parent.glob(f"*/{JOB_FILE}")) if parent.is_dir() else []

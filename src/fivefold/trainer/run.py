@@ -37,7 +37,7 @@ from fivefold.launch.device import (
 from fivefold.launch.exits import lost_peer
 from fivefold.launch.group import tell_spares
 from fivefold.launch.handshake import claim, ranks_text, short
-from fivefold.launch.watchdog import LONG, watched
+from fivefold.launch.watchdog import BUILD_TIMEOUT, watched
 from fivefold.machines.examine import before_step_1
 from fivefold.model.compiler import compilation
 from fivefold.parallel.control import Control
@@ -51,16 +51,16 @@ from fivefold.support.files import cannot_write, put
 from fivefold.support.plugins import blamed, options
 from fivefold.support.text import counted, graphs_text, si
 from fivefold.trainer.checkpointing import Checkpoints
-from fivefold.trainer.directories import JOB, complete, entered, store, trained
+from fivefold.trainer.directories import JOB_FILE, complete, entered, store, trained
 from fivefold.trainer.directories import claim as claim_directory
 from fivefold.trainer.loop import Stopped, Trainer
 from fivefold.trainer.outputs import Display, Outputs, vanishing
 from fivefold.trainer.records import Evaluation, Listener
 from fivefold.trainer.restart_limit import count_start
 from fivefold.trainer.restart_time import Recovery
-from fivefold.trainer.result import PICTURE, ExpertsResult
-from fivefold.trainer.resuming import SCHEDULE, Start, differences
-from fivefold.trainer.spikes import NAME as DECISIONS
+from fivefold.trainer.result import LOAD_PICTURE, ExpertsResult
+from fivefold.trainer.resuming import SCHEDULE_FILE, Start, differences
+from fivefold.trainer.spikes import DECISIONS_FILE as DECISIONS
 from fivefold.trainer.spikes import KnownDecisions, known
 from fivefold.version import __version__
 
@@ -68,8 +68,8 @@ from fivefold.version import __version__
 # Whether all nodes of a run see its directory, before the first step: all ranks write into its checkpoints.
 
 
-_SETTLES = 10.0  # seconds: a network file system may show a new directory late
-_NAMED = 8  # nodes
+_DIRECTORY_WAIT = 10.0  # seconds: a network file system may show a new directory late
+_MAX_NAMED_NODES = 8  # nodes
 
 
 def mark(directory: Path) -> Path:
@@ -84,7 +84,7 @@ def mark(directory: Path) -> Path:
 
 def check_shared(marked: Path, control: Control) -> None:
     """Collective: all ranks look for rank 0's mark, which is then removed. If one does not see it, all end."""
-    blind = "" if _sees(marked, time.monotonic() + _SETTLES) else str(marked.parent.absolute())
+    blind = "" if _sees(marked, time.monotonic() + _DIRECTORY_WAIT) else str(marked.parent.absolute())
     sights = control.gather_values((platform.node(), blind), tuple[str, str])
     problem = blind_nodes(sights)
     if control.rank == 0:
@@ -113,10 +113,10 @@ def blind_nodes(sights: list[tuple[str, str]]) -> str:
         f"{short(host)} ({ranks_text([rank for _, _, rank in ranks])}) does not see it at {where}"
         for (host, where), ranks in groupby(blind, lambda row: row[:2])
     ]
-    more = f"; {len(nodes) - _NAMED} more nodes do not" if len(nodes) > _NAMED else ""
+    more = f"; {len(nodes) - _MAX_NAMED_NODES} more nodes do not" if len(nodes) > _MAX_NAMED_NODES else ""
     return (
-        f"{short(sights[0][0])} (rank 0) has made the run's directory, and {'; '.join(nodes[:_NAMED])}{more}. All "
-        "ranks write checkpoints into it: set run.dir to a directory of a file system that all nodes share, or "
+        f"{short(sights[0][0])} (rank 0) has made the run's directory, and {'; '.join(nodes[:_MAX_NAMED_NODES])}{more}"
+        ". All ranks write checkpoints into it: set run.dir to a directory of a file system that all nodes share, or "
         "checkpoint.url to object storage"
     )
 
@@ -125,7 +125,7 @@ def blind_nodes(sights: list[tuple[str, str]]) -> str:
 
 
 T = TypeVar("T")
-_COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: about a second
+_MAX_COUNTED_TOKENS = 1 << 26  # tokens up to which the corpus is counted before a run: about a second
 
 
 def run_job(
@@ -217,7 +217,7 @@ class _RankRun:
     def make_trainer(self, leaving: ExitStack) -> None:
         """The model on its ranks, with its checkpoints and watchers; then what a person reads before the first step."""
         job, mesh, control = self.job, self.mesh, self.control
-        heartbeat.enter("the making of the model", least=LONG)
+        heartbeat.enter("the making of the model", least=BUILD_TIMEOUT)
         trainer = self.trainer = Trainer(job, self.sources, mesh)
         same_order(control, mesh, trainer.engine.communication_order)
         trainer.guard.watch(leaving.enter_context(closing(Control(mesh, job.train.timeout))), self.note)
@@ -269,7 +269,7 @@ class _RankRun:
             self._steps([])
             return
         self.checkpointing.on_saved = outputs.on_checkpoint
-        say(console, "run", f"{self.directory}; every setting: {self.directory / JOB}")
+        say(console, "run", f"{self.directory}; every setting: {self.directory / JOB_FILE}")
         marks = show_corpus(console, self.sources)
         if self.slow:
             self.note(self.slow)
@@ -326,13 +326,13 @@ def _show_load(console: Console, outputs: Outputs, job: Job, directory: Path) ->
     """The load of the experts, and its picture."""
     with suppress(UserError):  # the metrics were lost, and that has been said
         load = ExpertsResult.read(directory, job.model)
-        outputs.keep(directory / PICTURE, lambda: put(directory / PICTURE, to_svg(load.scene())))
+        outputs.keep(directory / LOAD_PICTURE, lambda: put(directory / LOAD_PICTURE, to_svg(load.scene())))
         render(load.blocks(), console, width_of(console))
 
 
 def _recovery(directory: Path, world: worlds.World, say: Callable[[str], None]) -> Recovery | None:
     """The timing of a restart, on rank 0 of a run that a launcher has restarted."""
-    planned = float(os.environ.get(worlds.PLANNED, 0))
+    planned = float(os.environ.get(worlds.PLANNED_ENV, 0))
     recovery = Recovery.after_restart(directory, planned, world.apart or not world.meeting.file, say)
     if recovery is not None:
         recovery.loads()
@@ -356,7 +356,9 @@ def _begun(job: Job, sources: Splits, start: Start) -> tuple[Path, bool]:
     """The run's directory, claimed, and whether a launcher starts the run again. A schedule from a file is kept in it,
     so that the run resumes without the file."""
     chosen = start.checked(job, sources)
-    again = worlds.starts_before() > 0 or (worlds.PLANNED in os.environ and chosen is not None and trained(job, chosen))
+    again = worlds.starts_before() > 0 or (
+        worlds.PLANNED_ENV in os.environ and chosen is not None and trained(job, chosen)
+    )
     directory = entered(job, chosen)
     claim_directory(directory)
     if job.run.weights and not complete(job, directory):
@@ -364,9 +366,9 @@ def _begun(job: Job, sources: Splits, start: Start) -> tuple[Path, bool]:
             copy_extras(run_of(find(job.run.weights)), directory)
         except OSError as error:
             raise cannot_write(directory, error) from None
-    count_start(directory, again, job.train.steps)
+    count_start(directory, again=again, steps=job.train.steps)
     if schedule := job.layout.record.schedule:
-        save(schedule, directory / SCHEDULE)
+        save(schedule, directory / SCHEDULE_FILE)
     return directory, again
 
 
@@ -385,7 +387,7 @@ def _with_its_schedule(job: Job, directory: Path) -> Job:
     """The job with the schedule that was kept."""
     if job.layout.record.schedule is None:
         return job
-    kept = str((directory / SCHEDULE).absolute())
+    kept = str((directory / SCHEDULE_FILE).absolute())
     return msgspec.structs.replace(job, layout=msgspec.structs.replace(job.layout, schedule=kept))
 
 
@@ -452,7 +454,7 @@ def show_corpus(console: Console, sources: Splits) -> dict[str, float]:
     documents = "" if train.documents is None else f" in {train.documents} documents"
     size = f"  {si(train.tokens)} tokens{documents}, {held_out}  "
     console.print(Text.assemble(("corpus", "bold"), size, (sources.where, "dim")))
-    if train.tokens > _COUNTED:
+    if train.tokens > _MAX_COUNTED_TOKENS:
         return {}
     known = entropy(train)
     marks = {"unigram": known.unigram} | ({"bigram": known.bigram} if known.bigram is not None else {})

@@ -39,15 +39,15 @@ from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.schedules.schedule import peak_live
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import RANKS, SEQUENCES, STEPS, TOKENS, checked, seconds, within
+from fivefold.support.ranges import MAX_RANKS, MAX_STEPS, MAX_TOKENS, SEQUENCES, checked, seconds, within
 from fivefold.verifier.cases import LayoutCase, all_cases, pair_coverage, pairwise, with_balance
 from fivefold.verifier.compare import OPTIMIZER
 from fivefold.verifier.result import VerifyResult
 from fivefold.verifier.verdict import RankMeasurement, Verdict
 
-TIMEOUT = 120.0  # seconds for one layout
+LAYOUT_TIMEOUT = 120.0  # seconds for one layout
 # Tiny presets are made narrower still, so that a layout takes a second.
-_NARROW = ("model.hidden=64", "model.ffn=96")
+_NARROW_CHANGES = ("model.hidden=64", "model.ffn=96")
 _MIN_LAYERS = 2
 _DEFAULT_LAYOUT = "dp=2"
 
@@ -67,7 +67,7 @@ def verify(
     sample: int | None = None,
     jobs: int = 1,
     repeat: int = 1,
-    timeout: float = TIMEOUT,
+    timeout: float = LAYOUT_TIMEOUT,
     hook: str = "",
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> VerifyResult:
@@ -86,7 +86,7 @@ def verify(
     `progress` is called with how many layouts are done, of how many, and which one is next.
     """
     _check_options(layout, everything, world, sample, timeout)
-    limits = (("steps", steps, STEPS), ("seq", seq, TOKENS), ("batch", batch, SEQUENCES))
+    limits = (("steps", steps, MAX_STEPS), ("seq", seq, MAX_TOKENS), ("batch", batch, SEQUENCES))
     for name, value, limit in (*limits, ("jobs", jobs, 1000), ("repeat", repeat, 100_000)):
         checked(name, value, within(1, limit))
     world = 4 if world is None else world
@@ -95,7 +95,7 @@ def verify(
         raise UserError("a ModelSpec is the whole model; change it, and leave out model settings", "change.object")
     tiny = not isinstance(model, ModelSpec) and model.startswith("tiny")
     deepen = tiny and not any(change.startswith("model.layers=") for change in changes)
-    narrow = [*_NARROW, *([f"model.layers={_layer_count(layout_text)}"] if deepen else [])] if tiny else []
+    narrow = [*_NARROW_CHANGES, *([f"model.layers={_layer_count(layout_text)}"] if deepen else [])] if tiny else []
     if batch is None:
         batch = max(8, 2 * world) if everything else 8
     settings = {
@@ -125,7 +125,7 @@ def verify(
     if problems:
         raise UserError(problems, "verify.job")
     _check_sharing(job, world if everything else job.layout.world)
-    all_of_them = all_cases(job, world, deepen, fixed_keys) if everything else [LayoutCase(job, "")]
+    all_of_them = all_cases(job, world, deepen=deepen, fixed_keys=fixed_keys) if everything else [LayoutCase(job, "")]
     cases = all_of_them if sample is None else pairwise(all_of_them, sample)
     verdicts = _judge_all(cases * repeat, jobs, timeout, hook, progress, persistent=repeat > 1 or device == "cuda")
     if len(all_of_them) == repeat == 1:
@@ -177,7 +177,7 @@ def _check_options(
 ) -> None:
     """Raises UserError for options that make no sense, alone or together."""
     checked("sample", sample, within(1, SEQUENCES))
-    checked("world", world, within(1, RANKS))
+    checked("world", world, within(1, MAX_RANKS))
     seconds("timeout", timeout)
     if everything and layout is not None:
         raise UserError(
@@ -199,7 +199,7 @@ def _layer_count(layout_text: str) -> int:
 class Judge:
     """Judges jobs one after another; the reference of a model is computed once."""
 
-    def __init__(self, timeout: float = TIMEOUT, hook: str = ""):
+    def __init__(self, timeout: float = LAYOUT_TIMEOUT, hook: str = ""):
         self.timeout, self.hook = timeout, hook
         self.home = tempfile.TemporaryDirectory(prefix="fivefold-verify-")
         self.references: dict[bytes, tuple[Path, list[Routing]]] = {}  # file and routing by key of `_one_process_job`

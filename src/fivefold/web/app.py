@@ -11,7 +11,7 @@ import webbrowser
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fivefold.support.errors import UserError, absent
+from fivefold.support.errors import UserError, not_installed
 from fivefold.support.parsing import path_of
 from fivefold.support.ranges import checked, within
 
@@ -31,7 +31,7 @@ def ui(
     """
     checked("port", port, within(0, 65535))
     folders = tuple(_directory(run) for run in runs)
-    if absent("starlette") or absent("uvicorn"):
+    if not_installed("starlette") or not_installed("uvicorn"):
         raise UserError(NEEDS, "install.ui")
     import uvicorn
 

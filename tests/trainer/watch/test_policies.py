@@ -12,7 +12,7 @@ from fivefold.support.errors import TrainingError
 from fivefold.trainer import checkpointing
 from fivefold.trainer.records import StepDecision
 from fivefold.trainer.result import TrainResult
-from fivefold.trainer.spikes import NAME, KnownDecisions, known
+from fivefold.trainer.spikes import DECISIONS_FILE, KnownDecisions, known
 from fivefold.web.run_files import _log_events
 from tests.checkpoint.runs import Run, small_job
 from tests.commands import fivefold
@@ -75,7 +75,7 @@ def test_what_was_decided_is_decided_again_in_another_layout(tokens: Path, tmp_p
     assert known(tmp_path / "again").decisions == [skip, rollback]
 
     (tmp_path / "told").mkdir()
-    shutil.copy(tmp_path / "first" / NAME, tmp_path / "told")
+    shutil.copy(tmp_path / "first" / DECISIONS_FILE, tmp_path / "told")
     told = story(0, 1, small_job(tokens, *WATCH, "layout=microbatches=2"), tmp_path / "told")
     assert curve(told) == pytest.approx(curve(first[0]), rel=1e-9)
     assert batches(told) == [*range(1, 7), *range(11, 17)]
@@ -91,7 +91,7 @@ def test_a_rollback_brings_back_all_of_the_state(tokens: Path, tmp_path: Path, l
     first = run_ranks(2, story, job, tmp_path / "first", env={"FIVEFOLD_FAULT": "nan@rank=1,step=10,at=batch"})
     assert known(tmp_path / "first").decisions[0].back == 6
     (tmp_path / "told").mkdir()
-    shutil.copy(tmp_path / "first" / NAME, tmp_path / "told")
+    shutil.copy(tmp_path / "first" / DECISIONS_FILE, tmp_path / "told")
     told = run_ranks(2, story, job, tmp_path / "told")
     assert [one[0] for one in told] == [one[0] for one in first]
 

@@ -8,7 +8,7 @@ import pytest
 from fivefold.job.config import WatchConfig, read_job
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.trainer.records import MetricsFile, Step, StepDecision, read, trim
-from fivefold.trainer.spikes import NAME, Account, Decisions, Policy, StepNumbers, is_spike, known, write
+from fivefold.trainer.spikes import DECISIONS_FILE, Account, Decisions, Policy, StepNumbers, is_spike, known, write
 
 EVEN = [StepNumbers(2.0 + 0.01 * (-1) ** n, 1.0) for n in range(8)]
 
@@ -124,7 +124,7 @@ def test_a_rollback_is_made_again_by_leaving_out_its_samples() -> None:
 
 def test_decisions_outlive_a_start_and_damage_to_them_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, decision(9))
-    with (tmp_path / NAME).open("ab") as file:
+    with (tmp_path / DECISIONS_FILE).open("ab") as file:
         file.write(b'{"kind":"decision","step"')
     assert (known(tmp_path).decisions, known(tmp_path).damaged) == ([decision(9)], 0)  # once: it is removed
     write(tmp_path, decision(10))
