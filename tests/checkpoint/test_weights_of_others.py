@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fivefold.checkpoint import hf_extras
-from fivefold.checkpoint.find import find, stored
+from fivefold.checkpoint.find import find, stored_job
 from fivefold.checkpoint.hf import import_hf
 from fivefold.checkpoint.hf_extras import CARRIED_FILES
 from fivefold.cli import app
@@ -120,7 +120,7 @@ def test_the_job_of_an_import_fine_tunes_by_a_recipe_that_it_names(own: Path, tm
     assert f"fivefold data prepare TEXT -o TOKENS --tokenizer {tmp_path / 'run'}" in said
     assert TULU_SOURCE in (tmp_path / "run" / "job.toml").read_text()
     job = read_job(tmp_path / "run" / "job.toml")
-    assert job == stored(find(tmp_path / "run"))
+    assert job == stored_job(find(tmp_path / "run"))
     assert (job.optimizer.lr, job.optimizer.weight_decay, job.optimizer.warmup) == (5e-6, 0.0, 9)
     assert (job.optimizer.schedule, job.optimizer.decay, job.optimizer.final) == ("wsd", 1.0, 0.0)
     assert (job.train.dtype, job.data.seq, job.train.batch) == ("bfloat16", 64, 128)

@@ -372,7 +372,7 @@ def test_odd_ranks_are_counted_when_they_are_many() -> None:
     statements = [Statement(b"", rank, other(world=50, job=job).facts) for rank, job in enumerate(jobs)]
     problems = odd_ones(statements)
     assert sorted(problems) == list(range(30, 50))
-    assert len(handshake._shortened(dict(problems))) == 9
+    assert len(handshake._shorten(dict(problems))) == 9
 
 
 def test_text_of_strangers_is_short_and_printable() -> None:

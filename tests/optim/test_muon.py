@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fivefold.optim.base import OptimizerConfig
-from fivefold.optim.muon import QUINTIC_COEFFICIENTS, Muon, orthogonalised
+from fivefold.optim.muon import QUINTIC_COEFFICIENTS, Muon, orthogonalise
 from fivefold.optim.plain_muon import PlainMuon
 from fivefold.spec.blocks import Experts
 from fivefold.spec.presets import preset
@@ -27,7 +27,7 @@ def test_newton_schulz_maps_singular_values_by_its_polynomial_and_leaves_the_vec
     for _ in range(5):
         s = a * s + b * s**3 + c * s**5
     expected = u @ torch.diag_embed(s) @ v
-    torch.testing.assert_close(orthogonalised(g.clone(), 5, 1e-7), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(orthogonalise(g.clone(), 5, 1e-7), expected, rtol=0, atol=1e-12)
     assert 0.5 < s.min() < s.max() < 1.3
 
 

@@ -6,10 +6,10 @@ from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.planner import plan
 from fivefold.planner.mixed import merge_groups, orders
-from fivefold.planner.mixed_compare import slowed
+from fivefold.planner.mixed_compare import slow_accelerator
 
 FAST = structs.replace(ACCELERATORS["CPU"], memory_bandwidth=1e10)
-SLOW = slowed(FAST, 2.0)
+SLOW = slow_accelerator(FAST, 2.0)
 
 
 def ranks(*devices) -> Cluster:

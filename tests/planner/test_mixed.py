@@ -27,7 +27,7 @@ from fivefold.planner.mixed import (
     merge_groups,
     refine_split,
 )
-from fivefold.planner.mixed_compare import SCHEDULES, compare, halved, slowed
+from fivefold.planner.mixed_compare import SCHEDULES, compare, slow_accelerator, slow_half
 from fivefold.planner.plan import plan, simulate
 from fivefold.planner.search import evaluate, search, trained_layout
 from fivefold.schedules.check import prove
@@ -144,7 +144,7 @@ def test_two_groups_of_one_device_are_one() -> None:
 
 def test_groups_that_are_equally_fast_take_equal_layers() -> None:
     """Unlike in name only: the time is that of like nodes."""
-    machines = halved(Cluster.parse("4x1xH100"), 1.0)
+    machines = slow_half(Cluster.parse("4x1xH100"), 1.0)
     assert len(machines.groups) == 2
     layout = Layout.parse("pp=4,microbatches=8,split=2,2,2,2")
     unlike = Workload(SMALL, layout, machines, 2048, 8, groups=groups_of(machines, layout))
@@ -226,7 +226,7 @@ def test_schedules_are_compared_on_slower_halves() -> None:
 
 def test_a_slower_device_takes_that_much_longer() -> None:
     group = Cluster.parse("2xCPU").groups[0]
-    slow = structs.replace(group, accelerator=slowed(group.accelerator, 2.0))
+    slow = structs.replace(group, accelerator=slow_accelerator(group.accelerator, 2.0))
     fast, twice = (
         Workload(preset("tiny"), Layout(pp=2, microbatches=4), Cluster((one,)), 128, 4, "fp32").block_cost.block
         for one in (group, slow)

@@ -48,10 +48,10 @@ def test_one_that_lacks_nothing_is_taken(tmp_path: Path, forgotten: None, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(GOOD)
     sys.path[:] = [place for place in sys.path if place not in ("", str(tmp_path))]
-    before = plugins.imported()
+    before = plugins.imported_plugins()
     job = ff.read_job(None, ["optimizer.name=mine:Mine", "optimizer.gain=2"])
     assert (job.optimizer.name, job.plugins, job.problems()) == ("mine:Mine", ["mine:Mine"], [])
-    assert {*plugins.imported()} - {*before} == {"mine:Mine"}
+    assert {*plugins.imported_plugins()} - {*before} == {"mine:Mine"}
 
 
 @pytest.mark.parametrize(

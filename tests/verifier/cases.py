@@ -74,7 +74,7 @@ def several(rank: processes.Rank, proofs: list[tuple[Job, Path, str]]) -> list[R
         rank.join("gloo")
     found = []
     for one, reference, bug in proofs:
-        with processes.named(bug)():
+        with processes.import_function(bug)():
             found.append(compare_steps(rank, one, reference))
     return found
 

@@ -30,7 +30,7 @@ from fivefold.planner.error_range import COVERAGE, IN_WORDS, Band, Bands, Traits
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
-from fivefold.support.text import counted
+from fivefold.support.text import plural
 
 # ---- bands ----------------------------------------------------------------------------------------------------------
 # Computes ranges from residuals, so that a case of an unseen source lies inside with a given probability.
@@ -248,7 +248,7 @@ class CoverageResult(Result):
             low, high = math.exp(band.low), math.exp(band.high)
             yield Text(
                 f"{what} {IN_WORDS}: {low:.2f} to {high:.2f} times the prediction, by {band.rows:,} rows of "
-                f"{counted(band.sources, 'source')}"
+                f"{plural(band.sources, 'source')}"
             )
 
     def _widths(self) -> Table:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from msgspec import Struct, structs
 
 from fivefold.accuracy.sources import Source, guessed, known, usual
-from fivefold.cost.moe import IMBALANCE, block_share, collapsed
+from fivefold.cost.moe import IMBALANCE, block_share, collapsed_imbalance
 from fivefold.cost.software import FUSED_EXPERTS, ExpertKernels, Overlap
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.layout.axes import PLACEMENT_ORDER
@@ -305,7 +305,7 @@ def imbalance_of(row: MixtureValues, spec: ModelSpec, layout: Layout) -> float:
     if spec.experts is None or "real routing" not in notes:
         return 1.0
     loss = re.search(r"aux loss (\d[\d.e-]*\d|\d)", notes)
-    return collapsed(spec.experts, layout.ep) if loss and float(loss.group(1)) < WEAK else IMBALANCE
+    return collapsed_imbalance(spec.experts, layout.ep) if loss and float(loss.group(1)) < WEAK else IMBALANCE
 
 
 def kernels_of(row: MixtureValues, default: ExpertKernels) -> ExpertKernels:

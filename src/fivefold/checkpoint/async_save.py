@@ -91,7 +91,7 @@ class BackgroundSaver:
         return message
 
 
-def agreed(control: Control, do: Callable[[], T]) -> T:
+def run_on_all_ranks(control: Control, do: Callable[[], T]) -> T:
     """Calls `do`, and returns this rank's result; if it failed on any rank, all raise NotSaved. Collective."""
     problem = ""
     try:

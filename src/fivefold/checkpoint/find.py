@@ -98,7 +98,7 @@ def job_of(checkpoint: Checkpoint, layout: Layout | None = None, run: Path | Non
 
     Raises UserError unless its model has the shapes of the tensors, so that nobody allocates more than there is.
     """
-    job = stored(checkpoint)
+    job = stored_job(checkpoint)
     if problems := job.model.problems() or _misfits(checkpoint, job.model):
         raise UserError((f"the job in {checkpoint.path}: {problem}" for problem in problems), "checkpoint.job")
     replace = msgspec.structs.replace
@@ -111,7 +111,7 @@ def job_of(checkpoint: Checkpoint, layout: Layout | None = None, run: Path | Non
     return job
 
 
-def stored(checkpoint: Checkpoint) -> Job:
+def stored_job(checkpoint: Checkpoint) -> Job:
     """The job as the checkpoint has it."""
     try:
         return job_from(checkpoint.manifest.job)

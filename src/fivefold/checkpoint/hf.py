@@ -25,7 +25,7 @@ from fivefold.checkpoint.shards import Shard
 from fivefold.checkpoint.store import Store
 from fivefold.checkpoint.tensors import model_key
 from fivefold.data.index import TOKENIZER_FILE
-from fivefold.data.tokenizer import ByteTokenizer, foreign
+from fivefold.data.tokenizer import ByteTokenizer, tokenizer_mismatches
 from fivefold.data.tokens import TokenStore
 from fivefold.job.config import Job, RunConfig
 from fivefold.job.fine_tuning import TULU_SOURCE, fine_tuning_job
@@ -33,7 +33,7 @@ from fivefold.job.recipes import Choice
 from fivefold.job.toml_writer import commented_toml
 from fivefold.launch.device import TORCH_DTYPES
 from fivefold.layout.sharding import chunk
-from fivefold.model.hf_names import EXPERT_BIAS, TensorSource, expert_format_of, sources, tensors, unnamed
+from fivefold.model.hf_names import EXPERT_BIAS, TensorSource, expert_format_of, sources, tensors, unnamed_kinds
 from fivefold.spec.hf import END_NAMED_IN, HF_CONFIG, kept_settings, no_tokens, to_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
@@ -61,7 +61,7 @@ def import_hf(
     source = HuggingFace(directory, model)
     spec = source.spec
     store = TokenStore.open(path_of(data)) if data is not None else None
-    if store and (problems := foreign(directory, store.path, TOKENIZER_FILES, END_NAMED_IN)):
+    if store and (problems := tokenizer_mismatches(directory, store.path, TOKENIZER_FILES, END_NAMED_IN)):
         raise UserError(problems)
     job, choices = fine_tuning_job(spec, _compute_dtype(source), store)
     checkpoints = Store(run / "checkpoints")
@@ -219,7 +219,7 @@ def _config(spec: ModelSpec, dtype: str, out: Path) -> dict[str, Any] | None:
     except UserError as error:
         if error.codes != ["hf.pattern"]:
             raise
-        if lacks := unnamed(spec):
+        if lacks := unnamed_kinds(spec):
             raise UserError(lacks) from None
         nothing = f"{out} has weights under their kinds' names, and no config.json"
         warnings.warn(Note(f"{error}: {nothing}"), stacklevel=3)

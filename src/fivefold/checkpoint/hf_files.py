@@ -24,14 +24,22 @@ from fivefold.checkpoint.hf_extras import own_file
 from fivefold.checkpoint.shards import Shards
 from fivefold.checkpoint.tensors import MODEL
 from fivefold.layout.sharding import Box
-from fivefold.model.hf_names import BLOCK_SCALES, BLOCKS, TensorSource, expert_format_in, sources, tensors, unnamed
+from fivefold.model.hf_names import (
+    BLOCK_SCALES,
+    BLOCKS,
+    TensorSource,
+    expert_format_in,
+    sources,
+    tensors,
+    unnamed_kinds,
+)
 from fivefold.spec.hf import read_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
 from fivefold.support.errors import UserError
 from fivefold.support.files import plain_name
 from fivefold.support.parsing import read_json
-from fivefold.support.text import counted
+from fivefold.support.text import plural
 
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_LISTED = 3  # missing files in a sentence
@@ -51,7 +59,7 @@ class HuggingFace:
         self.directory = directory
         config = own_file(directory, "config.json")
         self.spec = model or read_hf_config(directory)
-        if lacks := unnamed(self.spec):
+        if lacks := unnamed_kinds(self.spec):
             raise UserError(lacks)
         self.files = _files(directory)
         self.settings = read_json(config) if model is None else {}
@@ -190,7 +198,7 @@ def _files(directory: Path) -> dict[str, Path]:
                 " ..." if len(missing) > _MAX_LISTED else ""
             )
             raise UserError(
-                f"{directory} lacks {counted(len(missing), 'file')} that {INDEX_FILE} names: {few}",
+                f"{directory} lacks {plural(len(missing), 'file')} that {INDEX_FILE} names: {few}",
                 "hf.weights.missing",
             )
         return {tensor: places[name] for tensor, name in names.items()}

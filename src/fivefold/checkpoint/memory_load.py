@@ -23,7 +23,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from fivefold.checkpoint.async_save import NotSaved, agreed
+from fivefold.checkpoint.async_save import NotSaved, run_on_all_ranks
 from fivefold.checkpoint.checksums import Extent, checksum_of_sums, extents, segment_sum, segments
 from fivefold.checkpoint.load import RowOverlap, Say, overlaps
 from fivefold.checkpoint.manifest import MANIFEST, Checkpoint, Manifest, altered_message
@@ -152,7 +152,7 @@ def _load(
         if hashed and checksum != manifest_files[file].sha256:
             corrupt.append(CorruptFile(nodes.node, file, altered_message(place, checksum, manifest_files[file])))
     if nodes.group is not None:
-        agreed(nodes.control, lambda: wait(works))
+        run_on_all_ranks(nodes.control, lambda: wait(works))
         for overlap, rows in received:
             overlap.put(rows)
     by_rank = nodes.control.all_gather_values(corrupt, list[CorruptFile])

@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from fivefold.checkpoint.async_save import BackgroundSaver, Saving, agreed
+from fivefold.checkpoint.async_save import BackgroundSaver, Saving, run_on_all_ranks
 from fivefold.checkpoint.checksums import checksum_of_sums, segment_sum, segments
 from fivefold.checkpoint.manifest import MANIFEST, Manifest
 from fivefold.checkpoint.memory_peers import Nodes, wait
@@ -152,14 +152,14 @@ class SnapshotWriter(BackgroundSaver):
 
     def _write(self, manifest: Manifest, shards: Shards) -> None:
         control, nodes, path = self.nodes.control, self.nodes, self._path(manifest.step)
-        local = agreed(control, lambda: self._checksum_own_file(path, shards))
+        local = run_on_all_ranks(control, lambda: self._checksum_own_file(path, shards))
         written = control.gather_values(local, Written)
-        tables = agreed(control, lambda: _tables(manifest, written) if control.rank == 0 else [b"", b""])
+        tables = run_on_all_ranks(control, lambda: _tables(manifest, written) if control.rank == 0 else [b"", b""])
         if nodes.group is not None:
             own_tables = tables
-            tables = agreed(control, lambda: nodes.broadcast(own_tables, 0))
+            tables = run_on_all_ranks(control, lambda: nodes.broadcast(own_tables, 0))
             self._copy_to_peers(path, msgspec.json.decode(tables[1], type=Manifest))
-        agreed(control, lambda: self._commit(path, tables, manifest.step) if nodes.first else None)
+        run_on_all_ranks(control, lambda: self._commit(path, tables, manifest.step) if nodes.first else None)
 
     def _checksum_own_file(self, path: Path, shards: Shards) -> Written:
         """Moves this rank's file into the snapshot, and computes its checksum."""
@@ -184,7 +184,7 @@ class SnapshotWriter(BackgroundSaver):
         nodes, sizes = self.nodes, {file.name: file.bytes for file in manifest.files}
         sources = {rank: f"rank-{rank}.tensors" for rank, to in nodes.copy_to.items() if to == nodes.rank}
         path.mkdir(mode=0o700, exist_ok=True)
-        received = agreed(
+        received = run_on_all_ranks(
             nodes.control,
             lambda: {rank: new_memory(path / name, sizes[name]) for rank, name in sources.items() if name in sizes},
         )
@@ -199,7 +199,7 @@ class SnapshotWriter(BackgroundSaver):
                 works += nodes.receive(tensor_of(memory), rank)
             wait(works)
 
-        agreed(nodes.control, exchange)
+        run_on_all_ranks(nodes.control, exchange)
 
     def _commit(self, path: Path, tables: list[bytes], step: int) -> None:
         """Makes the snapshot valid on this node, and invalidates all but the newest; on the first rank of a node."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 import msgspec
 import torch
 
-from fivefold.checkpoint.async_save import BackgroundSaver, Saving, agreed
+from fivefold.checkpoint.async_save import BackgroundSaver, Saving, run_on_all_ranks
 from fivefold.checkpoint.manifest import FORMAT_VERSION, Manifest
 from fivefold.checkpoint.retention import retain
 from fivefold.checkpoint.shards import Shard, Shards, raw
@@ -140,12 +140,12 @@ class Saver(BackgroundSaver):
 def write(store: Store, control: Control, shards: Shards, manifest: Manifest) -> Place:
     """Writes every rank's shards into a checkpoint, which is complete once it has its manifest. Collective."""
     needed, first = sum(control.all_gather_values(total(shards), int)), control.rank == 0
-    name = agreed(control, lambda: _new_directory(store, manifest.step, needed).name if first else "")
+    name = run_on_all_ranks(control, lambda: _new_directory(store, manifest.step, needed).name if first else "")
     path = store.directory / control.broadcast_value(name, str)
     with _deleted_on_failure(store, path) if first else nullcontext():
-        local = agreed(control, lambda: _write_local(path, control.rank, shards, manifest.step))
+        local = run_on_all_ranks(control, lambda: _write_local(path, control.rank, shards, manifest.step))
         written = control.gather_values(local, Written)
-        agreed(control, lambda: _commit(store, path, manifest, written) if first else None)
+        run_on_all_ranks(control, lambda: _commit(store, path, manifest, written) if first else None)
     return path
 
 

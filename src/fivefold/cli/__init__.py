@@ -42,8 +42,8 @@ from fivefold.launch.host import keep_freed_memory
 from fivefold.launch.world import rank_here
 from fivefold.render.blocks import TEXTS
 from fivefold.support.errors import TRAIN_PACKAGES, Note, PeerLost, TrainingError, UserError, missing_package_sentence
-from fivefold.support.plugins import blamed, options, untrusted_in
-from fivefold.support.progress import shown
+from fivefold.support.plugins import options, plugin_error, untrusted_in
+from fivefold.support.progress import is_shown
 from fivefold.version import __version__
 
 app = typer.Typer(
@@ -125,7 +125,7 @@ def main(other_app: typer.Typer | None = None) -> None:
         sys.exit(error.code)
     except (Exception, SystemExit) as error:
         # Else it is a bug of ours, with its traceback, or the exit code of a command that has ended.
-        if (of_plugin := blamed(error)) is None:
+        if (of_plugin := plugin_error(error)) is None:
             raise
         _refuse(console, of_plugin)
 
@@ -175,7 +175,7 @@ def _print_notes(console: Console) -> None:
 
     def show(message: Any, *args: Any, **options: Any) -> None:
         if isinstance(message, Note):
-            if prints and shown():
+            if prints and is_shown():
                 console.print(Text.assemble(("note: ", "bold yellow"), str(message)))
         else:
             python_showwarning(message, *args, **options)

@@ -65,7 +65,7 @@ def import_hf(
 
       fivefold generate runs/llama --prompt "Once upon a time"
     """
-    from fivefold.checkpoint.find import stored
+    from fivefold.checkpoint.find import stored_job
     from fivefold.checkpoint.hf import import_hf as run_import
     from fivefold.checkpoint.hf_files import HuggingFace
     from fivefold.job.config import read_job
@@ -76,7 +76,7 @@ def import_hf(
     count = HuggingFace(directory, model).spec.parameter_count
     with bytes_bar("importing", 4 * count) as advance:
         checkpoint = run_import(directory, output, advance, data, model)
-    job, run = stored(checkpoint), shlex.quote(str(output))
+    job, run = stored_job(checkpoint), shlex.quote(str(output))
     has_tokenizer = (output / "tokenizer.json").is_file()
     train = f"fivefold train {run}/job.toml" + (" data.path=TOKENS" if data is None else "")
     train += options(job.plugins)

@@ -16,7 +16,7 @@ from rich.console import Console
 from fivefold.cli.options import Json, RunWords, split
 from fivefold.launch.exits import say
 from fivefold.support.errors import UserError
-from fivefold.support.progress import shown
+from fivefold.support.progress import is_shown
 
 if TYPE_CHECKING:
     from fivefold.data.rows import Splits
@@ -120,7 +120,7 @@ def train(
     if check:
         typer.echo(json.dumps(tomllib.loads(to_toml(resolved))) if as_json else to_toml(resolved))
     elif nproc > 1:
-        flags = {"--fresh": fresh, "--json": as_json, "--quiet": not shown()}
+        flags = {"--fresh": fresh, "--json": as_json, "--quiet": not is_shown()}
         words = ["fivefold", "train", *(job or []), *(flag for flag, wanted in flags.items() if wanted)]
         if restarts is None:
             restarts = _ELASTIC_RESTARTS if elastic else 0

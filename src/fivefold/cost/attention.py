@@ -344,7 +344,7 @@ def ring(layer: LayerAttention, split: SequenceSplit | None = None) -> Method:
         layer.collectives("ring"),
         plus(own, scaled(slower, len(busy))),
         Both(forward, backward),
-        kept=_kept(layer, layer.kv_heads),
+        kept=_kept_bytes(layer, layer.kv_heads),
         buffers=2 * pair + 2 * pair_grads,  # at hand and arriving: keys and values, and their gradients
         # Gradients of keys as they are made, leave and arrive; that of the queries; what a kernel is given and writes.
         backward_buffers=3 * pair + 3 * pair_grads + queries * (2 * layer.activation_bytes + layer.accum_bytes),
@@ -368,7 +368,7 @@ def allgather(layer: LayerAttention, split: SequenceSplit | None = None) -> Meth
         sent,
         max(works, key=lambda work: work.both.total),
         moving,
-        kept=_kept(layer, layer.kv_heads),
+        kept=_kept_bytes(layer, layer.kv_heads),
         buffers=gathered + gathered_grads,  # all keys and values, and their gradients
         # All keys as they come and by position; their gradients, by position and twice on the way to ranks; the own.
         backward_buffers=(
@@ -402,14 +402,14 @@ def ulysses(layer: LayerAttention) -> Method:
         sent,
         layer.work(row, merged=False, heads=layer.heads // c),
         moving,
-        kept=_kept(layer, layer.lcm),
+        kept=_kept_bytes(layer, layer.lcm),
         buffers=2 * there,  # gradients of q, k and v before and after the trade
         backward_buffers=2 * there,
         moving=moving,
     )
 
 
-def _kept(layer: LayerAttention, kv_heads: int) -> int:
+def _kept_bytes(layer: LayerAttention, kv_heads: int) -> int:
     return (
         2 * layer.size(layer.heads + kv_heads) * layer.activation_bytes
         + layer.samples * layer.tokens * layer.heads * layer.accum_bytes

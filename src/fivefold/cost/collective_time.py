@@ -202,13 +202,13 @@ LL_BANDWIDTH = 0.5
 NCCL_BASE = 6.8e-6
 
 
-def flagged(topology: Topology) -> Topology:
+def with_small_message_links(topology: Topology) -> Topology:
     own = topology.device.accelerator
-    links = structs.replace(own, inside=_flagged(own.inside), across=_flagged(own.across))
+    links = structs.replace(own, inside=_small_message_link(own.inside), across=_small_message_link(own.across))
     return replace(topology, device=Device(links, topology.device.achieved))
 
 
-def _flagged(link: Link) -> Link:
+def _small_message_link(link: Link) -> Link:
     """A link of the catalogue for small messages; measured latencies are what they are."""
     if link.latency not in LL_LATENCY:
         return link

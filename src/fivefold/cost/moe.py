@@ -82,7 +82,7 @@ def expert_matmuls(spec: ModelSpec, layer: Layer) -> list[Matmul]:
     return [matmul for matmul in moe_matmuls(spec, layer) if matmul.experts]
 
 
-def collapsed(experts: Experts, ep: int) -> float:
+def collapsed_imbalance(experts: Experts, ep: int) -> float:
     """The most loaded rank over the mean while all tokens choose the same experts, as untrained routers do.
 
     The top_k that all choose lie anywhere: the expected number on the rank that has most of them, by rank over ep.
@@ -381,7 +381,7 @@ IMBALANCE_SOURCE = (
 )
 
 
-def more_even(spec: ModelSpec, ep: int, imbalance: float) -> str:
+def imbalance_caveat(spec: ModelSpec, ep: int, imbalance: float) -> str:
     """Where the default is of ranks with fewer experts: that it is likely too much. By how much nobody published."""
     if (
         spec.experts is None

@@ -26,7 +26,7 @@ from fivefold.layout.sharding import chunk
 from fivefold.layout.stages import Stage, activation_weight, schedule_of, stages_of
 from fivefold.schedules.actions import BACKWARD
 from fivefold.schedules.clock import Lane
-from fivefold.schedules.costs import Costs, MessageLink, Segment, Segments, alone
+from fivefold.schedules.costs import Costs, MessageLink, Segment, Segments, seconds_alone
 from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.registry import build
 from fivefold.schedules.schedule import Schedule
@@ -354,7 +354,7 @@ def costs(workload: Workload, passes: list[PassTimes]) -> Costs:
     shares = _activation_shares(workload)
     halves = _halves(workload, exposed_send) if pairs_overlap(workload) else ()
     if halves:
-        b = tuple(alone(backward) for _, backward in halves)
+        b = tuple(seconds_alone(backward) for _, backward in halves)
     link = MessageLink(latency=workload.software.hides("pp") * send)
     return Costs(f=f, i=i, w=w, b=b, activation=shares, segments=halves, link=link)
 

@@ -16,9 +16,9 @@ import msgspec
 
 from fivefold.data.index import read_index
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.plugin_calls import ask, each, instance, shown
+from fivefold.support.plugin_calls import ask, each, instance, value_text
 from fivefold.support.plugin_settings import class_shortcomings
-from fivefold.support.plugins import untrusted
+from fivefold.support.plugins import untrusted_problem
 from fivefold.support.ranges import MAX_TOKENS, within
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class DataSource(
             return None  # opening the data says it
 
 
-WANTED_PATHS = each("paths (pathlib.Path), in a tuple", lambda one: "" if isinstance(one, Path) else shown(one))
+WANTED_PATHS = each("paths (pathlib.Path), in a tuple", lambda one: "" if isinstance(one, Path) else value_text(one))
 WANTED_VOCAB = instance("a number of ids or None", int, type(None))
 
 
@@ -105,7 +105,7 @@ class UnknownSource(DataSource, frozen=True, kw_only=True):
     """One that a stored job names, and whose module nobody has imported here: its settings, and no tokens."""
 
     def problems(self) -> Iterator[Problem]:
-        yield untrusted("data.source", self.source)
+        yield untrusted_problem("data.source", self.source)
 
     def open(self) -> "Splits":
         raise UserError([*self.problems()])

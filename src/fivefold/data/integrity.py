@@ -165,7 +165,7 @@ def check_file(
         sha256 = digest(path / file.name, advance)
         if sha256 != file.sha256:
             promised = f"its sha256 is {sha256[:16]}..., but the index promises {file.sha256[:16]}..."
-            return _damaged(path, file, _wrong_chunks(path, file, range(len(file.chunks) // 8), advance), promised)
+            return _make_finding(path, file, _wrong_chunks(path, file, range(len(file.chunks) // 8), advance), promised)
     except OSError as error:
         return Finding(file.name, f"{path / file.name} cannot be read: {error.strerror}")
     if checked:
@@ -180,7 +180,7 @@ def _checked_chunks(path: Path, file: DataFile, chunks: Sequence[int], advance: 
         wrong = _wrong_chunks(path, file, chunks, advance)
     except OSError as error:
         return Finding(file.name, f"{path / file.name} cannot be read: {error.strerror}")
-    return _damaged(path, file, wrong, "their sums are not those that the index promises") if wrong else None
+    return _make_finding(path, file, wrong, "their sums are not those that the index promises") if wrong else None
 
 
 def _wrong_chunks(path: Path, file: DataFile, chunks: Sequence[int], advance: Progress) -> list[int]:
@@ -194,7 +194,7 @@ def _wrong_chunks(path: Path, file: DataFile, chunks: Sequence[int], advance: Pr
     return wrong
 
 
-def _damaged(path: Path, file: DataFile, chunks: list[int], why: str) -> Finding:
+def _make_finding(path: Path, file: DataFile, chunks: list[int], why: str) -> Finding:
     ranges: list[tuple[int, int]] = []
     for chunk in chunks:
         begin, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, file.bytes)

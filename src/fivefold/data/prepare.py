@@ -36,7 +36,7 @@ from fivefold.data.index import (
     is_prepared,
 )
 from fivefold.data.order import uniform
-from fivefold.data.tokenizer import Encoded, Tokenizer, encoded, load_tokenizer
+from fivefold.data.tokenizer import Encoded, Tokenizer, encode_stream, load_tokenizer
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import HashedFile
 from fivefold.support.parsing import path_of
@@ -287,10 +287,10 @@ def prepare(
     started = time.perf_counter()
     inputs, out = [Path(path) for path in inputs], path_of(out)
     problems: list[str] = []  # each check runs whatever the others found, so that all problems are told together
-    _checked(problems, lambda: _check_options(text_field, prompt_field, valid, shard_tokens, seed))
-    _checked(problems, lambda: check_free(out, overwrite=overwrite))
-    sources = _checked(problems, lambda: find_sources(inputs, out))
-    encoder = _checked(problems, lambda: load_tokenizer(tokenizer, eos))
+    _collect_problems(problems, lambda: _check_options(text_field, prompt_field, valid, shard_tokens, seed))
+    _collect_problems(problems, lambda: check_free(out, overwrite=overwrite))
+    sources = _collect_problems(problems, lambda: find_sources(inputs, out))
+    encoder = _collect_problems(problems, lambda: load_tokenizer(tokenizer, eos))
     if sources is None or encoder is None or problems:
         raise UserError(problems)
 
@@ -298,10 +298,10 @@ def prepare(
     total = sum(source.size for source in sources)
     stream = documents(sources, Fields(text_field, prompt_field), decode=encoder.decode, meter=meter)
     with (
-        staged(out, overwrite=overwrite) as directory,
+        staging_directory(out, overwrite=overwrite) as directory,
         closing(Sink(directory, encoder, shard_tokens, seed, valid)) as sink,
     ):
-        for batch in encoded(stream, encoder, meter):
+        for batch in encode_stream(stream, encoder, meter):
             sink.write(batch)
             progress(batch.read, total)
         sink.finish()
@@ -317,7 +317,7 @@ def prepare(
     )
 
 
-def _checked(problems: list[str], check: Callable[[], T]) -> T | None:
+def _collect_problems(problems: list[str], check: Callable[[], T]) -> T | None:
     try:
         return check()
     except UserError as error:
@@ -370,7 +370,7 @@ def check_free(out: Path, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def staged(out: Path, *, overwrite: bool) -> Iterator[Path]:
+def staging_directory(out: Path, *, overwrite: bool) -> Iterator[Path]:
     """A directory to write into; it takes the place of `out` when the block ends well.
 
     It is a hidden directory next to `out`, so that `out` appears complete or not at all. An exception or an interrupt
@@ -380,7 +380,7 @@ def staged(out: Path, *, overwrite: bool) -> Iterator[Path]:
     hidden = out.parent / f".{out.name}.{token}.partial"
     try:
         _sweep(out)
-        with _claimed(hidden):
+        with _claimed_directory(hidden):
             yield hidden
             check_free(out, overwrite=overwrite)  # again: another process may have been faster
             # Two renames and not one: only an empty directory can be renamed over. Readers hold their files open.
@@ -399,7 +399,7 @@ def staged(out: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 @contextmanager
-def _claimed(hidden: Path) -> Iterator[None]:
+def _claimed_directory(hidden: Path) -> Iterator[None]:
     """A new directory with a file in it that is locked as long as this process lives, however it ends."""
     making = hidden.with_suffix(".making")  # not to be seen before it is locked
     making.mkdir(parents=True)  # mkdir and not mkdtemp: the result must be readable by whoever the umask allows

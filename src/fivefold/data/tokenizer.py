@@ -195,7 +195,7 @@ class Encoded(NamedTuple):
     read: int  # bytes read from disk so far
 
 
-def encoded(stream: Iterator[TextPiece], tokenizer: Tokenizer, meter: Meter) -> Iterator[Encoded]:
+def encode_stream(stream: Iterator[TextPiece], tokenizer: Tokenizer, meter: Meter) -> Iterator[Encoded]:
     """The batches, read and encoded in a background thread: Rust, zlib and file reads leave the interpreter free
     for joining, hashing and writing the batch before."""
 
@@ -236,7 +236,9 @@ _TOKENIZER_PARTS = (
 )  # of a tokenizer.json: what makes tokens of a text
 
 
-def foreign(model: Path, prepared: Path, others: tuple[str, ...] = (), settings: tuple[str, ...] = ()) -> list[str]:
+def tokenizer_mismatches(
+    model: Path, prepared: Path, others: tuple[str, ...] = (), settings: tuple[str, ...] = ()
+) -> list[str]:
     """Why tokens are not those of the model whose tokenizer.json lies in a directory; nothing where that is not known.
 
     `others` are files of tokenizers that are not read here: that the model's is not bytes can be told by them. The
@@ -247,14 +249,14 @@ def foreign(model: Path, prepared: Path, others: tuple[str, ...] = (), settings:
         known = next((model / name for name in others if (model / name).is_file()), None)
         if known is None or index.tokenizer_file:
             return []
-        return [_other(prepared, index.tokenizer, str(known), _way(model, convert=True))]
+        return [_other(prepared, index.tokenizer, str(known), _prepare_hint(model, convert=True))]
     file = index.tokenizer_file
     if file is None:
-        return [_other(prepared, index.tokenizer, str(own), _way(model))]
+        return [_other(prepared, index.tokenizer, str(own), _prepare_hint(model))]
     if file.sha256 == (sum_ := digest(own)) or _makes(own) == _makes(prepared / file.name):
         return _other_end(model, prepared, index, end_tokens(model, settings))
     name = f"{prepared / file.name} (sha256 {file.sha256[:8]}, {index.vocab:,} ids)"
-    return [_other(prepared, name, f"{own} (sha256 {sum_[:8]})", _way(model))]
+    return [_other(prepared, name, f"{own} (sha256 {sum_[:8]})", _prepare_hint(model))]
 
 
 def _other_end(model: Path, prepared: Path, index: DataIndex, own: set[int]) -> list[str]:
@@ -264,7 +266,7 @@ def _other_end(model: Path, prepared: Path, index: DataIndex, own: set[int]) -> 
         return []
     ends = f"documents of {prepared} end with token {index.end_of_document}, and those of {model} with"
     ends = f"{ends} {either(sorted(own))}"
-    return [Problem("data.tokenizer.end", f"{ends}; {_way(model)}, and --eos with that token")]
+    return [Problem("data.tokenizer.end", f"{ends}; {_prepare_hint(model)}, and --eos with that token")]
 
 
 def _other(prepared: Path, tokenizer: str, of_model: str, way: str) -> Problem:
@@ -272,7 +274,7 @@ def _other(prepared: Path, tokenizer: str, of_model: str, way: str) -> Problem:
     return Problem("data.tokenizer", f"{made}, and the model's tokenizer is {of_model}; {way}")
 
 
-def _way(model: Path, *, convert: bool = False) -> str:
+def _prepare_hint(model: Path, *, convert: bool = False) -> str:
     first = f"save it as {TOKENIZER_FILE} there (AutoTokenizer's save_pretrained does), and " if convert else ""
     return f"{first}prepare the text anew, with 'fivefold data prepare TEXT -o TOKENS --tokenizer {model}'"
 

@@ -60,7 +60,7 @@ class OpenFiles:
                 if not count:
                     break
                 done += count
-            now = _seen(stream)
+            now = _stat(stream)
         except OSError as error:
             raise UserError(
                 f"{self.path / file.name} cannot be read at byte {begin + done}: {error.strerror}", "file.read"
@@ -81,7 +81,7 @@ class OpenFiles:
             stream = self._open.pop(file.name, None)
             if stream is None:
                 stream = open_regular(self.path / file.name, links=True)
-                self._seen.setdefault(file.name, _seen(stream))
+                self._seen.setdefault(file.name, _stat(stream))
             self._open[file.name] = stream
             if len(self._open) > self._most:
                 del self._open[next(iter(self._open))]  # a thread that reads it still holds it
@@ -103,7 +103,7 @@ class OpenFiles:
             )
 
 
-def _seen(stream: Regular) -> FileStat:
+def _stat(stream: Regular) -> FileStat:
     status = os.fstat(stream.fileno())
     return FileStat(status.st_ino, status.st_size, status.st_mtime_ns)
 

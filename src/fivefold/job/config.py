@@ -29,11 +29,11 @@ from fivefold.optim.base import OptimizerConfig, group_problems
 from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.registry import is_file
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.pattern import KIND_REGISTRIES, named
+from fivefold.spec.pattern import KIND_REGISTRIES, names_in_pattern
 from fivefold.spec.presets import preset
 from fivefold.support.dtypes import Dtype, dtype_of
 from fivefold.support.errors import Note, Problem, UserError
-from fivefold.support.parsing import Missing, numbered, path_of, read, read_toml, toml_value, unknown_key
+from fivefold.support.parsing import Missing, number_problems, path_of, read, read_toml, toml_value, unknown_key
 from fivefold.support.plugins import Sections, find_value, is_plugin
 from fivefold.support.ranges import MAX_SECONDS, MAX_STEPS, SEQUENCES, outside, within
 from fivefold.support.storage_place import remote_of
@@ -336,10 +336,10 @@ def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job
     """
     file = path_of(path) if path is not None else None
     table = _table_of(file) if file else {}
-    return resolve(table, changes, file.stem if file else "run", stored=file is not None and of_a_run(file))
+    return resolve(table, changes, file.stem if file else "run", stored=file is not None and lies_in_run(file))
 
 
-def of_a_run(file: Path) -> bool:
+def lies_in_run(file: Path) -> bool:
     """Whether a job file lies in a run's directory, however deep: then it came with the run, and not from its user."""
     for folder in {Path(os.path.abspath(file)).parent, file.resolve().parent}:
         if "checkpoints" in folder.parts or os.path.lexists(folder / "checkpoints"):
@@ -371,7 +371,7 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     problems += apart(changes, "".join(layouts[-1:]), "layout=")
     for change in [] if problems else changes:
         apply(table, change, problems)
-    table = _moved(table)
+    table = _move_loss_settings(table)
     given, after = {change.partition("=")[0] for change in changes}, list[str]()  # those of the model are said first
 
     def kind(name: str, named: Callable[..., Any], *settings: str) -> Any:
@@ -403,7 +403,7 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     return Job(model=model, **sections)
 
 
-def _moved(table: Table) -> Table:
+def _move_loss_settings(table: Table) -> Table:
     """The table with the loss's settings in their section: in the first releases they stood with those of training."""
     train, loss = table.get("train"), table.get("loss", {})
     if not isinstance(train, dict) or not isinstance(loss, dict):
@@ -416,27 +416,27 @@ def _moved(table: Table) -> Table:
 def _import_kinds(model: Any, problems: list[str], *, trusted: bool) -> None:
     """Import the plugins that a model's pattern names, if it is `trusted`; what cannot be used is taken out of it."""
     refused = set[tuple[str, str]]()  # a plugin in several entries is refused once
-    for number, place, name in named(model.get("pattern")) if isinstance(model, dict) else ():
+    for number, place, name in names_in_pattern(model.get("pattern")) if isinstance(model, dict) else ():
         if is_plugin(name) and (place, name) in refused:
             continue
         try:
             KIND_REGISTRIES[place].named(name, trusted=trusted)
         except UserError as error:
-            problems += numbered(error.coded, f"model.pattern[{number}]")
+            problems += number_problems(error.coded, f"model.pattern[{number}]")
             model.pop("pattern", None)
             refused.add((place, name))
 
 
 def _file_of(path: Path) -> Path:
     """The file; where there is none, the example or recipe of that name that comes with the package."""
-    example = installed(path)
+    example = installed_job(path)
     if os.path.isfile(path) or example is None:
         return path
     warnings.warn(Note(f"there is no file {path} here; the job is Fivefold's own example {example}"), stacklevel=3)
     return example
 
 
-def installed(path: Path) -> Path | None:
+def installed_job(path: Path) -> Path | None:
     """The job of that name that comes with the package."""
     name = path.name.removesuffix(".toml") + ".toml"
     homes = [home for home in (EXAMPLES_DIR, RECIPES_DIR) if path.parent in (Path(), Path(home.name))]
@@ -491,7 +491,7 @@ def _section(section: str, value: Any, problems: list[str], kind: Any) -> Any:
 
 def job_from(table: Table) -> Job:
     """A job as a checkpoint has it. The first releases knew one scaling of rotary positions, and did not name it."""
-    table = _moved(table)
+    table = _move_loss_settings(table)
     model, own = (
         table["model"],
         {name: registry.stored(table.get(name, {})) for name, registry in NAMED_SECTIONS.items()},
@@ -544,7 +544,7 @@ def job_of(model: str | Path | ModelSpec | Job, changes: Sequence[str] = ()) -> 
     if name.endswith(".toml"):
         table = _table_of(file := path_of(name))
         said = isinstance(train := table.get("train"), dict) and "dtype" in train
-        job = resolve(table, changes, file.stem, stored=of_a_run(file))
+        job = resolve(table, changes, file.stem, stored=lies_in_run(file))
         return job, of_a_job | ({"train.dtype"} if said else set())
     kind = "model.config" if os.path.exists(path_of(name)) or name.endswith(".json") else "model"
     return read_job(None, [f"{kind}={name}", *changes]), named

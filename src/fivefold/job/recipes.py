@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import misfit, within
-from fivefold.support.text import counted, divisors, si
+from fivefold.support.text import divisors, plural, si
 
 CHINCHILLA = 20  # tokens per parameter: Hoffmann et al., arXiv 2203.15556
 MAX_TRAINING_TOKENS = 10**15  # tokens: a hundred times what any model has read
@@ -145,7 +145,7 @@ def recipe(spec: ModelSpec, seq: int, tokens: int) -> dict[str, Choice]:
     best_lr, best_batch = 0.3118 * compute**-0.1250, 0.2920 * compute**0.3271
     law = f"for C = {f'{compute:.1e}'.replace('e+', 'e')} FLOPs ({DEEPSEEK_SOURCE})"
     table = GPT_TABLE if spec.positions == "learned" else ROTARY_TABLE
-    of_its_own = _of_its_own(spec)
+    of_its_own = _own_run(spec)
     if of_its_own is None and spec.parameter_count < MIN_TABLE_RATIO * min(run.parameters for run in table):
         lr = Choice(float(f"{best_lr:.1e}"), f"DeepSeek LLM's law, 0.3118 C^-0.1250, {law}")
         batch = Choice(best_batch, f"DeepSeek LLM's law, 0.2920 C^0.3271 tokens, {law}")
@@ -153,7 +153,7 @@ def recipe(spec: ModelSpec, seq: int, tokens: int) -> dict[str, Choice]:
         end = "Llama 2, DeepSeek LLM"
     else:
         own = of_its_own or min(table, key=lambda run: run.distance(spec))
-        sized = _sized(spec)
+        sized = _run_for_batch(spec)
         times = 1.0 if of_its_own else spec.parameter_count / max(run.parameters for run in table)
         largest = f", the largest published; this model has {times:.1f} times as many parameters" * (
             times > MAX_TABLE_RATIO
@@ -184,23 +184,23 @@ def recipe(spec: ModelSpec, seq: int, tokens: int) -> dict[str, Choice]:
     }
 
 
-def _of_its_own(spec: ModelSpec) -> PublishedRun | None:
+def _own_run(spec: ModelSpec) -> PublishedRun | None:
     """The published run of this very model, if its size is still that of its name."""
     run = THEIR_OWN.get(spec.name)
     return run if run and abs(spec.parameter_count / run.parameters - 1) < SIZE_TOLERANCE else None
 
 
-def _sized(spec: ModelSpec) -> PublishedRun:
+def _run_for_batch(spec: ModelSpec) -> PublishedRun:
     """The run whose batch a model takes."""
     table = GPT_TABLE if spec.positions == "learned" else ROTARY_TABLE
-    return _of_its_own(spec) or min((run for run in table if run.batch), key=lambda run: run.distance(spec))
+    return _own_run(spec) or min((run for run in table if run.batch), key=lambda run: run.distance(spec))
 
 
 def usual_batch(spec: ModelSpec, seq: int, world: int) -> Choice:
     """Sequences of a step, where neither a batch nor the length of a run is given: as many tokens as published runs of
     its size had, in sequences that the ranks can divide."""
     small = spec.parameter_count < MIN_TABLE_RATIO * min(run.parameters for run in ROTARY_TABLE)
-    run = None if small and _of_its_own(spec) is None else _sized(spec)
+    run = None if small and _own_run(spec) is None else _run_for_batch(spec)
     tokens = DEFAULT_BATCH_TOKENS if run is None or run.batch is None else run.batch
     share = tokens / seq / world
     batch = round(share) * world if share >= 1 else usable_batch(tokens, seq, world)
@@ -232,7 +232,7 @@ def fit(advised: Mapping[str, Choice], batch: int, seq: int, tokens: int, *, giv
     steps, wanted = -(-tokens // (batch * seq)), advised["train.tokens"]
     if batch * seq > tokens:
         raise UserError(
-            f"tokens={si(tokens, 4)} is less than one step: {counted(batch, 'sequence')} of {seq} tokens; nearest: "
+            f"tokens={si(tokens, 4)} is less than one step: {plural(batch, 'sequence')} of {seq} tokens; nearest: "
             f"tokens={batch * seq}, or {'a smaller batch' if batch > 1 else 'shorter sequences'}",
             "tokens.step",
         )

@@ -102,7 +102,9 @@ def resume_problems(
     own = "--fresh" if named else "run.name=NAME or --fresh"
     never = [change for change in differing if change.rule == NEVER]
     if never:
-        other = f"{directory} has another model: {_listed(never)}; {own} trains this one in a directory of its own"
+        other = (
+            f"{directory} has another model: {_changes_text(never)}; {own} trains this one in a directory of its own"
+        )
         return [Problem("run.resume.model", other)]
     if not done:  # imported weights have no curve yet
         return []
@@ -110,9 +112,9 @@ def resume_problems(
         return [
             Problem(
                 "run.resume.settings",
-                f"{directory} was trained with other settings: {_listed(meant)}; {own} trains this job in a directory "
-                f"of its own, and 'fivefold train {directory}' resumes the job that is there, which KEY=VALUE "
-                "after it changes",
+                f"{directory} was trained with other settings: {_changes_text(meant)}; {own} trains this job in a "
+                f"directory of its own, and 'fivefold train {directory}' resumes the job that is there, which "
+                "KEY=VALUE after it changes",
             )
         ]
     return _rate(before, now, done)
@@ -157,7 +159,7 @@ def _way(before: float, now: float) -> str:
     return f"stays at {now:.3g}" if before == now else f"goes from {before:.3g} to {now:.3g}"
 
 
-def _listed(differing: list[Change]) -> str:
+def _changes_text(differing: list[Change]) -> str:
     more = f" and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
     return ", ".join(map(str, differing[:_MAX_SHOWN])) + more
 

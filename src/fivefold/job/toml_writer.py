@@ -31,7 +31,7 @@ def commented_toml(
     lines = [line for paragraph in head for line in comment(paragraph)]
     tables = {"model": model_table(job.model)}
     for section in SECTIONS:
-        tables[section] = dict(_said(job, section, why))
+        tables[section] = dict(_written_settings(job, section, why))
     for section, table in tables.items():
         hint = (hints or {}).get(section, "")
         if not table and not hint:
@@ -64,7 +64,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in msgspec.to_builtins(values).items() if value is not None}
 
 
-def _said(job: Job, section: str, why: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+def _written_settings(job: Job, section: str, why: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     value = getattr(job, section)
     if section == "layout":
         yield from value.given().items()

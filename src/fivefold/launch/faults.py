@@ -110,7 +110,7 @@ def _note(fault: Fault) -> None:
             file.write(f"{fault.kind}@at={fault.at},rank={rank_here()},step={fault.step},start={starts_before()}\n")
 
 
-def lost(place: int, step: int) -> bool:
+def counts_as_lost(place: int, step: int) -> bool:
     """Whether a fault has this device of the machine count as lost, for a run that has come to `step`."""
     faults = parse(os.environ.get("FIVEFOLD_FAULT", ""))
     return any(fault.kind == "lose" and fault.rank == place and step < (fault.until or sys.maxsize) for fault in faults)

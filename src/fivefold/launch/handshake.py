@@ -418,7 +418,7 @@ class _Handshake:
         for _ in _polls(_REFUSAL_WAIT, alive):
             if int(part.get("heard")) == len(roll.places) - 1:
                 break
-        raise PeerLost(absent) if absent else UserError(_shortened(problems), "ranks.differ")
+        raise PeerLost(absent) if absent else UserError(_shorten(problems), "ranks.differ")
 
     def _answer_all(self, part: "Store", roll: Roll, problems: dict[int | None, str], absent: str) -> None:
         """Write the answer to each statement: its problem, or `absent`, the sentence about missing ranks."""
@@ -500,7 +500,7 @@ def _polls(limit: float, alive: Callable[[], None]) -> Iterator[float]:
         time.sleep(min(max(0.001, waited / 20), 1.0, limit - waited + 0.001))
 
 
-def _shortened(problems: dict[int | None, str]) -> list[str]:
+def _shorten(problems: dict[int | None, str]) -> list[str]:
     """At most eight different problems, and how many more there are."""
     sentences = list(dict.fromkeys(problems.values()))
     return sentences if len(sentences) <= 8 else [*sentences[:8], f"{len(sentences) - 8} more ranks differ"]

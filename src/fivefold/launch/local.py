@@ -159,7 +159,7 @@ class DevicePool:
             with suppress(subprocess.TimeoutExpired):  # a process that waits for a driver cannot be ended
                 trial.wait(1)
             return False
-        return code == 0 and not faults.lost(slot, self.step())
+        return code == 0 and not faults.counts_as_lost(slot, self.step())
 
 
 def gpus_here() -> list[str]:

@@ -95,7 +95,7 @@ class Processes:
             }
             own_env = {**env, **{name: str(value) for name, value in place.items()}}
             call = pickle.dumps((function, (rank, self.world, *args)))
-            life = (rank, theirs, self.home, self.attached, own_env, threads, plugins.imported(), call)
+            life = (rank, theirs, self.home, self.attached, own_env, threads, plugins.imported_plugins(), call)
             process = context.Process(target=_live, args=life)
             self._ranks.append((process, ours))
             with _without_main():
@@ -138,7 +138,7 @@ class Processes:
             if each and not self.ends:
                 each()
         silent = [rank for rank in range(self.world) if rank not in self.ends]
-        last_and_paused = {rank: (self.board.last(rank), _paused(self._ranks[rank][0].pid)) for rank in silent}
+        last_and_paused = {rank: (self.board.last(rank), _is_paused(self._ranks[rank][0].pid)) for rank in silent}
         self._ask_for_stacks(silent)  # which wakes those that were paused
         for rank, (last, paused) in last_and_paused.items():
             self.ends[rank] = End(rank, silence, stack=self._stack(rank), last=last, paused=paused)
@@ -208,7 +208,7 @@ class Processes:
         return own.partition(f'  File "{__file__}"')[0]
 
 
-def _paused(pid: int) -> bool:
+def _is_paused(pid: int) -> bool:
     """Whether SIGSTOP, or a debugger, holds the process."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2][:1]
@@ -274,14 +274,14 @@ def _live(
         for name in names:
             plugins.load(name)
         function, args = pickle.loads(call)
-        value = named(function)(*args)
+        value = import_function(function)(*args)
         if isinstance(value, Generator):
             for item in value:
                 pipe.send_bytes(pickle.dumps(Yielded(item)))
             value = None
         message = pickle.dumps(End(rank, "returned", value=value))  # by value: not multiprocessing's shared memory
     except (Exception, SystemExit) as error:
-        user_error = error if isinstance(error, UserError) else plugins.blamed(error)
+        user_error = error if isinstance(error, UserError) else plugins.plugin_error(error)
         if isinstance(error, SystemExit) and user_error is None:
             (home / f"{rank}.cause").write_text(repr(error.__context__))
             raise
@@ -292,7 +292,7 @@ def _live(
         threading.Event().wait()
 
 
-def named(name: str) -> Callable[..., Any]:
+def import_function(name: str) -> Callable[..., Any]:
     """The function that "module:function" names."""
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
@@ -405,4 +405,4 @@ def call(
 
 
 def _act(rank: int, world: int, home: str, function: str, args: tuple[Any, ...]) -> Any:
-    return named(function)(Rank(rank, world, Path(home)), *args)
+    return import_function(function)(Rank(rank, world, Path(home)), *args)

@@ -31,7 +31,7 @@ _CUDA_QUERY_TIMEOUT = 5.0  # seconds for CUDA to answer which operations it has 
 
 
 @contextmanager
-def watched(timeout: float, rank: int = 0, world: int = 1) -> Iterator[None]:
+def watch(timeout: float, rank: int = 0, world: int = 1) -> Iterator[None]:
     """Watch this process while it does the work of a rank; end it once nothing has moved for `timeout` seconds."""
     heart, over = share(rank), threading.Event()
     heart.limit_by(timeout)

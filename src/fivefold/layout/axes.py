@@ -48,11 +48,11 @@ EXPERT_AXES = ("ep", "efsdp", "expert_dp", "cp_tp", "stage")
 _FACTORS = {"dp": ("replicate", "shard")}
 
 
-def _divided(axes: tuple[str, ...]) -> tuple[str, ...]:
+def _factor_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(part for axis in axes for part in _FACTORS.get(axis, (axis,)))
 
 
-DENSE_GRID = _divided(STAGE_ORDER)
+DENSE_GRID = _factor_axes(STAGE_ORDER)
 EXPERT_GRID = ("pp", "replicate", "efsdp", "ep")  # of experts
 
 
@@ -189,7 +189,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
 
     def factors(self, axis: str) -> tuple[str, ...]:
         """The dimensions of a grid whose product an axis is."""
-        return _divided(self.table[axis])
+        return _factor_axes(self.table[axis])
 
     def grid_of(self, *axes: str) -> tuple[str, ...]:
         """The grid that has the axes' factors."""
@@ -199,7 +199,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
     def by_stage(self) -> list[int]:
         """The ranks' numbers stage by stage: the order in which grids factor them."""
         strides = self._strides(RANK_ORDER)
-        return list(_numbered(tuple((getattr(self, axis), strides[axis]) for axis in STAGE_ORDER)))
+        return list(_rank_offsets(tuple((getattr(self, axis), strides[axis]) for axis in STAGE_ORDER)))
 
     def _by_stage(self, rank: int) -> int:
         """A rank's place in that order."""
@@ -213,7 +213,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @lru_cache(maxsize=32)  # who asks for one group asks for others
-def _numbered(dimensions: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+def _rank_offsets(dimensions: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
     return tuple(_offsets(list(dimensions)))
 
 

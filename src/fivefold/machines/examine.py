@@ -23,7 +23,7 @@ from fivefold.launch.device import (
     pci_address,
 )
 from fivefold.launch.handshake import claim
-from fivefold.launch.watchdog import watched
+from fivefold.launch.watchdog import watch
 from fivefold.layout.axes import PLACEMENT_ORDER
 from fivefold.machines import node as this_node
 from fivefold.machines.calibrate import device_name
@@ -141,7 +141,7 @@ def launched_rank_reports(job: Job, world: worlds.World) -> list[RankReport]:
     """What each rank runs that torchrun or Slurm has started. Returns all reports on rank 0, none on the others."""
     device = choose_device(job.train.device, world.local_rank)
     bind(device, world)
-    with watched(job.train.timeout, world.rank, world.size):
+    with watch(job.train.timeout, world.rank, world.size):
         proof = claim(job, "", world, PURPOSE)
         apart = world.apart and world.size > 1
         backend = choose_backend(device, world.local_size, job.train, world.rank, apart)

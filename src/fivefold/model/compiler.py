@@ -14,7 +14,7 @@ COMPILER_BACKEND = "inductor"
 _MAX_GRAPHS = 512  # of one function
 
 
-def compiled(function: AnyFunction) -> AnyFunction:
+def compile_function(function: AnyFunction) -> AnyFunction:
     """The compiled function, with constant shapes: a run has one shape of microbatches, and one of evaluation.
 
     Dropout has a key for each layer, so each layer has its own graph. More than `_MAX_GRAPHS` are an error: PyTorch

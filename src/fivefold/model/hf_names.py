@@ -119,7 +119,7 @@ def sources(spec: ModelSpec, parameter: Parameter, expert_format: ExpertFormat =
         yield TensorSource(name, rows, transposed=transposed, slot=stored.slot, slots=stored.slots)
 
 
-def unnamed(spec: ModelSpec) -> list[Problem]:
+def unnamed_kinds(spec: ModelSpec) -> list[Problem]:
     """The kinds of block that do not say where files have their weights."""
     problems = []
     for kinds in spec.counted():

@@ -104,7 +104,7 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 # Norms whose weights have higher precision than their input: computed in the weights' dtype, and cast at the end.
 
 
-def normed(norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def apply_norm(norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`norm` of x [..., E] with the given parameters, which may be shards of the module's."""
     if x.dtype == weight.dtype:
         return _stock_norm(norm, x, weight, bias)

@@ -12,7 +12,7 @@ from fivefold.model.cache import LayerCache
 from fivefold.model.dispatch import LocalDispatch
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.kernels import Tiles
-from fivefold.model.layers import TokenPositions, normed
+from fivefold.model.layers import TokenPositions, apply_norm
 from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy
 from fivefold.model.masks import DocumentMask, PackedSpans
 from fivefold.model.rope import Rotation
@@ -152,7 +152,7 @@ class LocalOps:
 
     def norm(self, module: nn.Module, x: Tensor) -> Tensor:
         bias = self.weight(module, "bias") if hasattr(module, "bias") else None
-        return normed(module, x, self.weight(module), bias)
+        return apply_norm(module, x, self.weight(module), bias)
 
     def norm_of_all_heads(self, q_norm: nn.RMSNorm, q: Tensor, k_norm: nn.RMSNorm, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, S, H x D] and k [B, S, K x D], each over the features of all its heads."""

@@ -15,11 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from fivefold.optim.groups import WANTED_GROUP, GroupSettings, ParamGroup, match_problems, regrouped, settings_problems
+from fivefold.optim.groups import (
+    WANTED_GROUP,
+    GroupSettings,
+    ParamGroup,
+    apply_settings,
+    match_problems,
+    settings_problems,
+)
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.plugin_calls import WANTED_AMOUNT, Wanted, ask, each, shown, wrong
+from fivefold.support.plugin_calls import WANTED_AMOUNT, Wanted, ask, each, value_text, wrong
 from fivefold.support.plugin_settings import class_shortcomings, unhashable
-from fivefold.support.plugins import is_plugin, untrusted
+from fivefold.support.plugins import is_plugin, untrusted_problem
 from fivefold.support.ranges import MAX_STEPS, within
 
 if TYPE_CHECKING:
@@ -39,7 +46,7 @@ _RESERVED_NAMES = ("master", "model")  # names that checkpoints have for the wei
 
 WANTED_RULES = each(
     "pairs of a truth and a sentence",
-    lambda one: "" if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], str) else shown(one),
+    lambda one: "" if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], str) else value_text(one),
 )
 
 
@@ -225,7 +232,7 @@ class UnknownOptimizer(OptimizerConfig, frozen=True, kw_only=True):
     """
 
     def rules(self) -> list[Rule]:
-        return [(False, untrusted("optimizer.name", self.name))]
+        return [(False, untrusted_problem("optimizer.name", self.name))]
 
 
 # ---- what is asked of an optimizer ----------------------------------------------------------------------------------
@@ -236,7 +243,7 @@ def states_of(config: OptimizerConfig, parameter: "Parameter") -> tuple[str, ...
 
     def odd(found: object) -> str:
         fits = isinstance(found, tuple | list) and all(found.count(one) == 1 and one in config.states for one in found)
-        return "" if fits else shown(found)
+        return "" if fits else value_text(found)
 
     return tuple(
         ask(config, "states_of", parameter, wanted=Wanted(f"some of its states, {config.states}, each once", odd))
@@ -245,7 +252,7 @@ def states_of(config: OptimizerConfig, parameter: "Parameter") -> tuple[str, ...
 
 def group_of(config: OptimizerConfig, parameter: "Parameter") -> ParamGroup:
     """The group that it puts a parameter into, as a job's `groups` change it."""
-    return regrouped(_own_group(config, parameter), config.groups, parameter.name)
+    return apply_settings(_own_group(config, parameter), config.groups, parameter.name)
 
 
 def _own_group(config: OptimizerConfig, parameter: "Parameter") -> ParamGroup:
@@ -306,7 +313,7 @@ def check_update(config: OptimizerConfig, masters: "Tensors", states: "States") 
         for tensor, master, grad in zip(tensors, masters, (one.grad for one in masters), strict=True):
             like = master if grad is None or name != "the weights" else grad
             if tensor.shape != like.shape or tensor.dtype != master.dtype:
-                left = f"has left {name} as {shown(tensor)}, and not as it was given {shown(like)}"
+                left = f"has left {name} as {value_text(tensor)}, and not as it was given {value_text(like)}"
                 raise wrong(config, "update", left)
 
 

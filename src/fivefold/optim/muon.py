@@ -67,7 +67,7 @@ class Muon(AdamW, frozen=True, kw_only=True):
     def matrix_update(self, matrices: "Tensor") -> "Tensor":
         rows, columns = matrices.shape[-2:]
         x = matrices.mT if rows > columns else matrices
-        x = orthogonalised(x, self.ns_steps, self.ns_eps).mul_(0.2 * math.sqrt(max(rows, columns)))
+        x = orthogonalise(x, self.ns_steps, self.ns_eps).mul_(0.2 * math.sqrt(max(rows, columns)))
         return x.mT if rows > columns else x
 
     def matrix_flops(self, rows: int, columns: int) -> float:
@@ -84,7 +84,7 @@ class Muon(AdamW, frozen=True, kw_only=True):
         return PlainMuon(groups, msgspec.structs.asdict(self) | options)
 
 
-def orthogonalised(x: "Tensor", steps: int, eps: float) -> "Tensor":
+def orthogonalise(x: "Tensor", steps: int, eps: float) -> "Tensor":
     """[n, rows, columns], rows <= columns: each matrix with all singular values near 1, by Newton-Schulz. Writes to x.
 
     Beside x, at most two more of its size exist and a square one.

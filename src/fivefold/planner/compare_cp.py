@@ -25,8 +25,8 @@ from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.ranges import MAX_RANKS, MAX_TOKENS, checked, misfit, within
-from fivefold.support.text import counted, either
+from fivefold.support.ranges import MAX_RANKS, MAX_TOKENS, check_range, misfit, within
+from fivefold.support.text import either, plural
 
 MAX_SEQ = 1 << 24  # tokens; longer sequences are not asked about
 
@@ -159,7 +159,7 @@ class ContextResult(Result):
             link, where = accelerator.across, f"{case.topology.reaches['cp'].together} per node"
         yield Text(
             f"one layer of {self.model} on {self.cluster}: {case.seq:,} tokens, tp={layout.tp}, cp={layout.cp}\n"
-            f"a rank has {case.tokens:,} tokens, {counted(case.heads, 'head')} and {counted(case.kv_heads, 'kv head')} "
+            f"a rank has {case.tokens:,} tokens, {plural(case.heads, 'head')} and {plural(case.kv_heads, 'kv head')} "
             f"of {case.head_dim}; cp ranks are {where}, joined by {link.name}"
         )
         yield from (self._split_table(), self._method_table(), Text(""))
@@ -208,7 +208,7 @@ class ContextResult(Result):
             yield f"ulysses cannot run: {refusal}"
         elif case.lcm > case.kv_heads:
             yield (
-                f"ulysses repeats the {counted(case.kv_heads, 'kv head')} of a rank {case.lcm // case.kv_heads} times, "
+                f"ulysses repeats the {plural(case.kv_heads, 'kv head')} of a rank {case.lcm // case.kv_heads} times, "
                 "and sends and keeps the copies"
             )
         yield f"by length, cp={case.ranks}: {_ranges_text(best_by_length(case))}"
@@ -371,7 +371,7 @@ def _model_with_heads(
         )
     kv, width = heads if kv_heads is None else kv_heads, 128 if head_dim is None else head_dim
     for name, value in {"heads": heads, "kv_heads": kv, "head_dim": width}.items():
-        checked(name, value, within(1, 100_000))
+        check_range(name, value, within(1, 100_000))
     # The feed-forward width is one that every tp divides which divides the heads.
     name, hidden = f"a model of {heads} heads", heads * width
     return ModelSpec(name=name, layers=1, hidden=hidden, heads=heads, kv_heads=kv, head_dim=width, ffn=heads, vocab=2)

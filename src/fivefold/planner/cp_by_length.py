@@ -24,7 +24,7 @@ from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import MAX_TOKENS, checked, within
+from fivefold.support.ranges import MAX_TOKENS, check_range, within
 from fivefold.support.text import did_you_mean
 
 TOKENS_PER_STEP = 1 << 22  # tokens
@@ -127,7 +127,7 @@ def cp_by_length(
             f"{wrong[0]!r} is not an attention kernel; {did_you_mean(wrong[0], ATTENTION_KERNELS)}", "option.choice"
         )
     for seq in seqs:
-        checked("seq", seq, within(2, MAX_TOKENS))
+        check_range("seq", seq, within(2, MAX_TOKENS))
     profile, rows = software_of(software, machines.groups[0].accelerator), []
     for seq in seqs:
         batch = max(1, TOKENS_PER_STEP // seq)

@@ -27,7 +27,7 @@ from fivefold.planner.training import DAY
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.render.html import Section, to_markdown, to_page
 from fivefold.support.errors import UserError
-from fivefold.support.text import counted, si
+from fivefold.support.text import plural, si
 
 # ---- turning --------------------------------------------------------------------------------------------------------
 # What would change a decision: memory, batch and links at which another layout is chosen, found by planning again.
@@ -263,7 +263,7 @@ class Decision(Result):
             f"of {workload.software.name}?"
         )
         rows = [
-            ("devices", f"{workload.cluster.world:,} on {counted(workload.cluster.nodes, 'node')}"),
+            ("devices", f"{workload.cluster.world:,} on {plural(workload.cluster.nodes, 'node')}"),
             ("memory of a device", f"{card.memory / GB:.1f} GB, of which a plan fills {USABLE_FRACTION:.0%}"),
             ("link within a node", f"{card.inside.name}, {card.inside.bandwidth / GB:.4g} GB/s each way"),
             ("link between nodes", f"{card.across.name}, {card.across.bandwidth / GB:.4g} GB/s each way"),
@@ -358,7 +358,7 @@ class Decision(Result):
             for shortcut in self.shortcuts
         ]
         yield Table(["", ">shortcut", ">exact", ">exact / shortcut"], rows)
-        yield Text("\n".join(map(_reasoned, self.shortcuts)))
+        yield Text("\n".join(map(_shortcut_text, self.shortcuts)))
         yield Text(
             "P parameters, B sequences of a microbatch and S of its tokens on a rank, H hidden, L layers, m "
             "microbatches, N ranks that ZeRO shards over, t, p and e the degrees of tp, pp and ep, v stages of a rank, "
@@ -369,8 +369,8 @@ class Decision(Result):
     def _neighbours(self) -> Iterator[Block]:
         ordered = fastest_first(self.plan.neighbours)
         rows = [
-            (neighbour.change, _changed(neighbour), "" if neighbour.memory is None else _gigabytes(neighbour.memory))
-            for neighbour in ordered
+            (one.change, _change_text(one), "" if one.memory is None else _gigabytes(one.memory))
+            for one in ordered
         ]  # fmt: skip
         yield Table(["change", ">time", ">memory"], rows)
         yield Text("\n".join(f"- {neighbour.sentence}" for neighbour in ordered))
@@ -398,7 +398,7 @@ class Decision(Result):
         ]
         yield Table(["", ">now", ">holds up to", ">is another at"], rows)
         changes = [turn for turn in self.turns if turn.turns is not None]
-        lines = [f"- {turn.name} {turn.turns:.4g} {turn.unit}: {_instead(turn)}" for turn in changes]
+        lines = [f"- {turn.name} {turn.turns:.4g} {turn.unit}: {_turning_text(turn)}" for turn in changes]
         yield Text("\n".join(lines) or "Nothing of this changes it.")
 
 
@@ -409,18 +409,18 @@ def decide(plan: PlanResult, command: str = "", progress: Progress | None = None
     return Decision(plan, tuple(shortcuts(plan.explained)), changed, command)
 
 
-def _reasoned(shortcut: Shortcut) -> str:
+def _shortcut_text(shortcut: Shortcut) -> str:
     near = shortcut.textbook and abs(shortcut.exact / shortcut.textbook - 1) < NEGLIGIBLE_ERROR
     return f"- {shortcut.name}: {shortcut.formula}. {'Alike' if near else 'Why they differ'}: {shortcut.why}."
 
 
-def _instead(turn: TurningPoint) -> str:
+def _turning_text(turn: TurningPoint) -> str:
     if not turn.choice:
         return "nothing fits"
     return f"`{turn.choice}`" + (f"; {turn.why}" if turn.why else "")
 
 
-def _changed(neighbour: Neighbour) -> str:
+def _change_text(neighbour: Neighbour) -> str:
     if neighbour.slower is not None:
         return f"{neighbour.slower:+.1%}"
     return "cannot run" if neighbour.memory is None else "does not fit"

@@ -33,7 +33,7 @@ from fivefold.planner.training import CHINCHILLA_BUDGET
 from fivefold.render.blocks import Block, Cell, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import MAX_STEPS, checked, misfit, within
+from fivefold.support.ranges import MAX_STEPS, check_range, misfit, within
 from fivefold.support.text import si
 
 # ---- result ---------------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ HALF_HOUR = HOUR / 2  # an interval that many take
 
 @dataclass(frozen=True)
 class GoodputResult(Result):
-    """A planned run under failures. `run` is saved as asked, or else as is best; `simulated` is many of it."""
+    """A planned run under failures. `run` saves as asked, or else as is best; `simulated` has many of it."""
 
     option: Option
     tokens: int
@@ -301,9 +301,9 @@ def goodput(
 
 
 def _check_options(every: int | None, runs: int, seed: int, jitter: float) -> None:
-    checked("every", every, within(1, MAX_STEPS))
-    checked("runs", runs, within(10, MOST_RUNS))
-    checked("seed", seed, within(0, SEEDS))
+    check_range("every", every, within(1, MAX_STEPS))
+    check_range("runs", runs, within(10, MOST_RUNS))
+    check_range("seed", seed, within(0, SEEDS))
     if wrong := misfit("jitter", jitter, within(0, 1)):
         raise UserError(wrong, "option.range")
 

@@ -201,10 +201,10 @@ def _clusters(cluster: Cluster, slower: Sequence[float]) -> list[tuple[float | N
         raise UserError(
             f"{cluster} is mixed as it is; give one kind of nodes to make half of them slower", "option.conflict"
         )
-    return [(factor, halved(like, factor)) for factor in slower]
+    return [(factor, slow_half(like, factor)) for factor in slower]
 
 
-def halved(cluster: Cluster, factor: float) -> Cluster:
+def slow_half(cluster: Cluster, factor: float) -> Cluster:
     """Two groups: the second half of the nodes, or of a single node's devices, that many times slower."""
     (group,) = cluster.groups
     field = "nodes" if group.nodes > 1 else "gpus"
@@ -214,10 +214,10 @@ def halved(cluster: Cluster, factor: float) -> Cluster:
     if count % 2:
         raise UserError(f"{cluster} has {count} {field}, which do not halve; nearest: {count + 1}", "compare.halves")
     half = structs.replace(group, **{field: count // 2})
-    return Cluster((half, structs.replace(half, accelerator=slowed(group.accelerator, factor))))
+    return Cluster((half, structs.replace(half, accelerator=slow_accelerator(group.accelerator, factor))))
 
 
-def slowed(accelerator: Accelerator, factor: float) -> Accelerator:
+def slow_accelerator(accelerator: Accelerator, factor: float) -> Accelerator:
     """The same device at a lower clock: rates, memory and the host's work are slower, links are not."""
     achieved, peak = Device.of(accelerator).achieved, accelerator.peak
     slow = {name: rate / factor for name in PRECISIONS if (rate := getattr(peak, name)) is not None}

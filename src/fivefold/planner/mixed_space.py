@@ -17,7 +17,7 @@ from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.closed_forms import MEMORY_SLACK, Array, BlockShape, Choices, Closed
-from fivefold.planner.closed_forms_by_rank import closed_by_kind, joined
+from fivefold.planner.closed_forms_by_rank import closed_by_kind, combine_kinds
 from fivefold.planner.mixed import groups_of, orders
 from fivefold.planner.space import SearchQuery, Space, legal, shapes_of
 from fivefold.spec.pattern import Layer
@@ -77,7 +77,7 @@ class MixedClosed:
     @cached_property
     def end(self) -> Array:
         """Seconds of the optimizer, gradients and weights behind the last pass: the slowest group's."""
-        after = [joined(self.query.workload.spec, kinds).after() for kinds in self.groups]
+        after = [combine_kinds(self.query.workload.spec, kinds).after() for kinds in self.groups]
         return np.max(after, axis=0) + self.query.workload.software.host_step
 
     @cached_property

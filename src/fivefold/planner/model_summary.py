@@ -16,7 +16,7 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block
 from fivefold.spec.presets import PRESETS, source_of
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import MAX_TOKENS, checked, within
+from fivefold.support.ranges import MAX_TOKENS, check_range, within
 from fivefold.support.text import si
 
 _PART_OF_KIND = {"embedding": "embedding", "norm": "norms", "bias": "biases"}
@@ -90,16 +90,16 @@ def _rows(numbers: dict[str, Any], of: str = "") -> Iterator[tuple[str, str]]:
         if isinstance(value, dict):
             yield from _rows(value, f"{key} ")
         elif value:
-            yield (of + key).replace("_", " "), _shown(value)
+            yield (of + key).replace("_", " "), _value_text(value)
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "yes" if value is True else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def model(name: str | Path | ModelSpec, *, seq: int | None = None) -> ModelResult:
     """A preset, or the model of a Hugging Face config or a job file; FLOPs at `seq` tokens, or at its context."""
-    checked("seq", seq, within(1, MAX_TOKENS))
+    check_range("seq", seq, within(1, MAX_TOKENS))
     spec = job_of(name)[0].model
     if problems := spec.problems():
         raise UserError(problems)

@@ -70,7 +70,7 @@ def steps(workload: Workload, layout: Layout) -> dict[str, list[Any]]:
     }
 
 
-def moved(workload: Workload, layout: Layout, field: str, value: str) -> Layout:
+def with_field(workload: Workload, layout: Layout, field: str, value: str) -> Layout:
     """The layout with one field set. dp takes the difference in ranks, microbatches stay as large as they are; the
     split of the layers and the chunks of a schedule belong to what they were made for."""
     changes = structs.asdict(layout) | {field: value}
@@ -110,7 +110,7 @@ def nearest(workload: Workload, layout: Layout, keep: str = "") -> Layout | None
     """The nearest layout without problems; the field `keep` changes only where it must."""
     for plain in SIMPLER_CHOICES:
         start = structs.replace(layout, **plain)
-        around = sorted(_around(workload, start, keep), key=lambda change: change[0])
+        around = sorted(_nearby_degrees(workload, start, keep), key=lambda change: change[0])
         for _, changes in around[:MAX_LAYOUTS]:
             candidate = structs.replace(start, **changes)
             if not problems(workload, candidate):
@@ -118,7 +118,7 @@ def nearest(workload: Workload, layout: Layout, keep: str = "") -> Layout | None
     return None
 
 
-def _around(workload: Workload, layout: Layout, keep: str) -> Iterator[tuple[float, dict[str, Any]]]:
+def _nearby_degrees(workload: Workload, layout: Layout, keep: str) -> Iterator[tuple[float, dict[str, Any]]]:
     """Degrees and microbatches nearby, each with how far away it is."""
     world, fitting, total = workload.cluster.world, steps(workload, layout), layout.dp * layout.microbatches
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fivefold.cost.moe import IMBALANCE, IMBALANCE_SOURCE, more_even
+from fivefold.cost.moe import IMBALANCE, IMBALANCE_SOURCE, imbalance_caveat
 from fivefold.cost.peak_memory import USABLE_FRACTION
 from fivefold.cost.step import Workload
 from fivefold.job.config import Job
@@ -87,7 +87,7 @@ class PlanResult(Result):
         }
         if self.given is None:
             return shown
-        return shown | {"layout": simulated(self.given, self.price) | {"advice": self.step.advice or None}}
+        return shown | {"layout": simulation_figures(self.given, self.price) | {"advice": self.step.advice or None}}
 
     def scene(self) -> Scene:
         return overview(self.explained)
@@ -170,7 +170,7 @@ class SimulateResult(Result):
         return self.option.estimate.simulation
 
     def to_dict(self) -> dict[str, Any]:
-        return simulated(self.option) | {"advice": self.advice or None}
+        return simulation_figures(self.option) | {"advice": self.advice or None}
 
     def scene(self) -> Scene | None:
         """Of the whole step: its simulation may leave out what repeats itself."""
@@ -214,7 +214,7 @@ class SimulateResult(Result):
             yield Text(f"{bubble} in which the pipeline does {microbatches}")
 
 
-def simulated(option: Option, price: float | None = None) -> dict[str, Any]:
+def simulation_figures(option: Option, price: float | None = None) -> dict[str, Any]:
     """What is said of a layout that was given, but for the advice."""
     return figures(option, price) | {"memory_limit_bytes": option.limit}
 
@@ -413,7 +413,7 @@ def _experts(option: Option) -> Iterator[Text]:
     active = si(workload.spec.matmul_parameters, 4)
     why = f", {IMBALANCE_SOURCE}" if workload.imbalance == IMBALANCE else ""
     uneven = f"the fullest rank has {workload.imbalance:g} times the mean of the tokens{why} (--imbalance)"
-    less = more_even(workload.spec, option.layout.ep, workload.imbalance)
+    less = imbalance_caveat(workload.spec, option.layout.ep, workload.imbalance)
     uneven += f"; {less}" if less else ""
     yield Text(
         f"MFU counts the {active} parameters that a token is multiplied with; "

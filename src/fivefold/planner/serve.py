@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fivefold.cost.moe import IMBALANCE, IMBALANCE_SOURCE, imbalance_for, more_even
+from fivefold.cost.moe import IMBALANCE, IMBALANCE_SOURCE, imbalance_caveat, imbalance_for
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job, job_of
 from fivefold.layout.rules import tp_fits
 from fivefold.planner.serve_cost import (
     Replica,
     degrees,
+    experts_touched,
     largest,
     memory_limit,
     memory_needed,
     most_touched,
-    touched,
     whole_cache,
     whole_weights,
 )
@@ -56,18 +56,18 @@ from fivefold.support.ranges import MAX_SECONDS, MAX_TOKENS, misfit, within
 def about_experts(service: Service, quick: ServingOption, heavy: ServingOption) -> Iterator[str]:
     """None for dense models with keys and values of their own."""
     if service.spec.mla is not None:
-        yield _latents(service, heavy)
+        yield _latents_sentence(service, heavy)
     if service.spec.experts is None:
         return
-    yield _touched(service, heavy)
+    yield _touched_sentence(service, heavy)
     yield from _whole_experts(service, quick)
     for other in _neighbours(service, heavy):
         yield why_not(service, heavy, other)
     if heavy.ep > 1:
-        yield _uneven(service, heavy)
+        yield _imbalance_sentence(service, heavy)
 
 
-def _latents(service: Service, heavy: ServingOption) -> str:
+def _latents_sentence(service: Service, heavy: ServingOption) -> str:
     mla = service.spec.mla
     assert mla is not None
     each = whole_cache(service.spec, service.cache_bytes)
@@ -80,7 +80,7 @@ def _latents(service: Service, heavy: ServingOption) -> str:
     return f"{sentence}, so tp=2 would hold them twice."
 
 
-def _touched(service: Service, heavy: ServingOption) -> str:
+def _touched_sentence(service: Service, heavy: ServingOption) -> str:
     experts = service.spec.experts
     assert experts is not None
     tokens = -(-heavy.batch // heavy.pp)
@@ -88,8 +88,8 @@ def _touched(service: Service, heavy: ServingOption) -> str:
     groups = f", at most {most_on_one:.1f} of the {count // heavy.ep} of a GPU" if heavy.ep > 1 else ""
     return (
         f"A token visits {k} of {count} experts of a layer; the {tokens:,} of a step at {heavy.layout} visit "
-        f"{touched(experts, tokens):.1f} of them, {count} x (1 - (1 - {k}/{count})^{tokens}), if all are chosen "
-        f"equally often{groups}. Only these are read."
+        f"{experts_touched(experts, tokens):.1f} of them, {count} x (1 - (1 - {k}/{count})^{tokens}), if all are "
+        f"chosen equally often{groups}. Only these are read."
     )
 
 
@@ -149,10 +149,10 @@ def why_not(service: Service, heavy: ServingOption, other: Replica) -> str:
     )
 
 
-def _uneven(service: Service, heavy: ServingOption) -> str:
+def _imbalance_sentence(service: Service, heavy: ServingOption) -> str:
     even = replace(service.like(heavy), imbalance=1.0).step(heavy.batch, service.context).total
     source = f" ({IMBALANCE_SOURCE})" if service.imbalance == IMBALANCE else ""
-    less = more_even(service.spec, heavy.ep, service.imbalance)
+    less = imbalance_caveat(service.spec, heavy.ep, service.imbalance)
     source += f"; {less}" if less else ""
     return (
         f"The fullest of {heavy.ep} groups is taken to get {service.imbalance:g} times the mean{source}; with the same "
@@ -170,18 +170,18 @@ USUAL_NODE_GPUS = 8  # GPUs of a usual node, where the given one is smaller
 def explain(service: Service, quick: ServingOption, heavy: ServingOption) -> tuple[str, ...]:
     """Sentences about the option with the lowest latency and the one with the highest throughput."""
     sentences = [
-        _bound(quick),
+        _bound_sentence(quick),
         _why_not_more_tp(service, quick, heavy),
         _what_pp_gives(service, quick if quick.pp > 1 or heavy.pp == 1 else heavy),
         _compute_bound_at(service, heavy),
-        _copies(service, max(quick, heavy, key=lambda option: option.tp)),
+        _copies_sentence(service, max(quick, heavy, key=lambda option: option.tp)),
         *about_experts(service, quick, heavy),
-        _graphs(service, quick),
+        _graphs_sentence(service, quick),
     ]
     return tuple(sentence for sentence in sentences if sentence)
 
 
-def _bound(quick: ServingOption) -> str:
+def _bound_sentence(quick: ServingOption) -> str:
     parts = sorted(quick.parts._asdict().items(), key=lambda item: -item[1])
     shares = [f"{BOUND_NAMES[name]} {value / quick.step:.0%}" for name, value in parts if value > 0.05 * quick.step]
     return f"A step of {milliseconds(quick.step)} at {quick.layout} and {sequences(quick.batch)}: {', '.join(shares)}."
@@ -194,7 +194,7 @@ def _why_not_more_tp(service: Service, quick: ServingOption, heavy: ServingOptio
     more = [tp for tp in more if (gpus % tp == 0 or tp % gpus == 0) and degrees(spec, tp)]
     if not more:
         return f"tp={quick.tp} is the most that {spec.heads} heads and {spec.kv_heads} kv heads allow here."
-    wide, before = _widened(service, quick, more[0]), quick.tp * quick.dp * quick.pp
+    wide, before = _with_tp(service, quick, more[0]), quick.tp * quick.dp * quick.pp
     tp = wide.tp
     step = wide.step(quick.batch, service.context)
     where = f"it leaves the node of {gpus}; " if wide.crosses else ""
@@ -213,7 +213,7 @@ def _why_not_more_tp(service: Service, quick: ServingOption, heavy: ServingOptio
     )
 
 
-def _widened(service: Service, quick: ServingOption, tp: int) -> Replica:
+def _with_tp(service: Service, quick: ServingOption, tp: int) -> Replica:
     """With more tp, and as much dp as there are experts for."""
     spec, before = service.spec, quick.tp * quick.dp * quick.pp
     dp = next(dp for dp in (quick.dp, max(1, quick.tp * quick.dp // tp), 1) if degrees(spec, tp, dp))
@@ -269,7 +269,7 @@ def _compute_bound_at(service: Service, heavy: ServingOption) -> str:
     )
 
 
-def _copies(service: Service, widest: ServingOption) -> str:
+def _copies_sentence(service: Service, widest: ServingOption) -> str:
     kv = service.spec.kv_heads
     if widest.tp <= kv or service.spec.mla:
         return ""
@@ -277,7 +277,7 @@ def _copies(service: Service, widest: ServingOption) -> str:
     return f"tp={widest.tp} is more than the {kv} kv heads: each is held {times} times, and the cache with it."
 
 
-def _graphs(service: Service, quick: ServingOption) -> str:
+def _graphs_sentence(service: Service, quick: ServingOption) -> str:
     other = replace(service.like(quick), graphs=not service.graphs)
     took = milliseconds(other.step(quick.batch, service.context).total)
     if service.graphs:

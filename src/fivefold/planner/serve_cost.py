@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from fivefold.cost.collective_time import NCCL_BASE, Kind, Topology, flagged
+from fivefold.cost.collective_time import NCCL_BASE, Kind, Topology, with_small_message_links
 from fivefold.cost.kernels import Device, mla_up_projections
 from fivefold.cost.moe import GROUPED_GEMM_EFFICIENCY, dense_gemms
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, USABLE_FRACTION
@@ -92,7 +92,7 @@ ROUTING_KERNELS = (
 )
 
 
-def touched(experts: Experts, tokens: int) -> float:
+def experts_touched(experts: Experts, tokens: int) -> float:
     """Experts of a layer that so many tokens visit together, on average: X (1 - (1 - K/X)^T).
 
     Tokens choose independently of each other, and every expert equally often; real routers repeat themselves, which
@@ -107,7 +107,7 @@ def most_touched(experts: Experts, ep: int, tokens: int) -> float:
 
     Each of a group's X/ep experts is touched with the same probability, as if independently of the others.
     """
-    of_group, share = experts.count // ep, touched(experts, tokens) / experts.count
+    of_group, share = experts.count // ep, experts_touched(experts, tokens) / experts.count
     if ep == 1:
         return of_group * share
     within, expected = 0.0, 0.0
@@ -249,7 +249,7 @@ class Replica:
     @cached_property
     def _fast(self) -> Topology:
         """The same links under the protocol of small messages."""
-        return flagged(self.topology)
+        return with_small_message_links(self.topology)
 
     def collective(self, kind: Kind, axis: str, payload: float) -> float:
         """Seconds under the better of the two protocols, as NCCL chooses."""
@@ -321,7 +321,7 @@ class Replica:
         """Bytes that one GPU reads for one sequence in one block of this kind, or the last, and holds of it: what its
         mixer and MLP say that they keep."""
         layer = layer or self.spec.kinds(self.spec.layers - 1)
-        return self.cache_bytes * kept(self.spec, self.tp, layer, context)
+        return self.cache_bytes * cached_numbers(self.spec, self.tp, layer, context)
 
     def attend(self, rows: int, context: float, layer: Layer | None = None) -> Parts:
         """Of a block: one query of each of `rows` sequences."""
@@ -496,10 +496,10 @@ def whole_weights(spec: ModelSpec, precision: str) -> float:
 
 def whole_cache(spec: ModelSpec, cache_bytes: int, tokens: int = 1) -> float:
     """Bytes that so many tokens leave in the cache, over all layers; in those with a window no more than it holds."""
-    return cache_bytes * sum(count * kept(spec, 1, layer, tokens) for layer, count in spec.counted().items())
+    return cache_bytes * sum(count * cached_numbers(spec, 1, layer, tokens) for layer, count in spec.counted().items())
 
 
-def kept(spec: ModelSpec, tp: int, layer: Layer, tokens: float) -> float:
+def cached_numbers(spec: ModelSpec, tp: int, layer: Layer, tokens: float) -> float:
     """Numbers that a block keeps of so many tokens on one of `tp` ranks."""
     caches = (ask(kind, "cache", spec, tp, wanted=WANTED_CACHE) for kind in layer.branches)
     return sum(cache.numbers(tokens) for cache in caches if cache is not None)

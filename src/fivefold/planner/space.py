@@ -27,7 +27,7 @@ from fivefold.planner.closed_forms import (
     EpChoices,
     PipelineArrays,
 )
-from fivefold.planner.closed_forms_by_rank import closed_by_kind, joined
+from fivefold.planner.closed_forms_by_rank import closed_by_kind, combine_kinds
 from fivefold.planner.closed_forms_moe import closed_of
 from fivefold.schedules.classic import ONE_F_ONE_B
 from fivefold.schedules.registry import RECORDS, is_file, record_of
@@ -81,13 +81,13 @@ class Space:
         names = ("dp", "tp", "pp", "cp", "zero", "microbatches")
         numbers: dict[str, Any] = {name: int(getattr(self.of, name)[at]) for name in names}
         _, _, cp_kind, sp, _, recompute = self.shapes[self.of.shape[at]]
-        record, chunks = _written(self.pipelines[self.of.pipeline[at]], alone=numbers["pp"] == 1)
+        record, chunks = _without_schedule(self.pipelines[self.of.pipeline[at]], alone=numbers["pp"] == 1)
         if self.dealt is not None:
             numbers |= {"ep": int(self.dealt.ep[at]), "dispatch": DISPATCHES[self.dealt.dispatch[at]]}
         return Layout(**numbers, cp_kind=cp_kind, sp=sp, recompute=recompute, schedule=record.name, chunks=chunks)
 
 
-def _written(pipeline: PipelineArrays, alone: bool) -> PipelineArrays:
+def _without_schedule(pipeline: PipelineArrays, alone: bool) -> PipelineArrays:
     """As layouts have it: where a rank is `alone` any schedule is the same, but one that is made for its stages."""
     record = pipeline.schedule
     if not alone:
@@ -104,7 +104,7 @@ def space(query: SearchQuery) -> Space:
     of = legal(query, shapes, combinations)
     if not len(of.tp):
         return Space(of, shapes, query.pipelines, np.zeros(0), np.zeros(0))
-    closed = joined(query.workload.spec, closed_by_kind(query.workload, of, shapes, query.pipelines))
+    closed = combine_kinds(query.workload.spec, closed_by_kind(query.workload, of, shapes, query.pipelines))
     return Space(of, shapes, query.pipelines, closed.seconds(), closed.memory())
 
 
@@ -205,10 +205,10 @@ def _by_schedule(query: SearchQuery, shapes: list[BlockShape], of: Choices) -> l
     fixed = of.microbatches == query.fixed.get("microbatches", of.microbatches)
     groups = []
     for (index, pipeline), alone in product(enumerate(query.pipelines), (False, True)):
-        record, chunks = _written(pipeline, alone)
+        record, chunks = _without_schedule(pipeline, alone)
         rows = np.flatnonzero((of.pipeline == index) & ((of.pp == 1) == alone) & fixed)
         layouts = Layouts(record=record, chunks=chunks, **{name: column[rows] for name, column in columns.items()})
-        fine = rules.legal(layouts, _given(query.workload), rules.OF_THE_REST)
+        fine = rules.legal(layouts, _rule_inputs(query.workload), rules.OF_THE_REST)
         its = {name: getattr(layouts, name)[fine] for name in columns}
         groups.append((rows[fine], structs.replace(layouts, **its)))
     return groups
@@ -219,14 +219,14 @@ def _candidates(query: SearchQuery, groups: list[tuple[Array, Layouts]], **exper
     spec, candidates = query.workload.spec, [np.zeros(0, dtype=np.int64)]
     for rows, layouts in groups:
         layouts = structs.replace(layouts, **experts)
-        fine = rules.legal(layouts, _given(query.workload), rules.OF_EXPERTS)
+        fine = rules.legal(layouts, _rule_inputs(query.workload), rules.OF_EXPERTS)
         if "zero" not in query.fixed:
             fine = fine & ((layouts.zero == 0) | has_copies(layouts, spec))
         candidates.append(rows[np.broadcast_to(fine, rows.shape)])
     return np.sort(np.concatenate(candidates))
 
 
-def _given(workload: Workload) -> Given:
+def _rule_inputs(workload: Workload) -> Given:
     return Given(workload.spec, workload.cluster.world, workload.seq, workload.batch)
 
 

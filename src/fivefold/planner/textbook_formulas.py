@@ -17,7 +17,7 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import MAX_RANKS, checked, within
+from fivefold.support.ranges import MAX_RANKS, check_range, within
 from fivefold.support.text import si
 
 NUMBER_BYTES = 2  # bytes of a number, in textbooks
@@ -277,7 +277,7 @@ class ZeroResult(Result):
 
 def zero(model: str | float | ModelSpec, ranks: int = 64) -> ZeroResult:
     """Bytes by ZeRO stage of a model, or of a number of parameters, sharded over `ranks` (dp x cp)."""
-    checked("ranks", ranks, within(1, MAX_RANKS))
+    check_range("ranks", ranks, within(1, MAX_RANKS))
     if isinstance(model, ModelSpec):
         return ZeroResult(float(model.parameter_count), ranks)
     try:

@@ -78,7 +78,7 @@ class Training:
         if workload.first_device.accelerator.is_cpu:
             chosen["train.device"] = Choice("cpu", "as planned")
         run = self.run(option)
-        chosen["checkpoint.every"] = Choice(run.best, often(option, run))
+        chosen["checkpoint.every"] = Choice(run.best, interval_reason(option, run))
         half = min(int(float(f"{max(1, EVALUATED / option.seconds):.0e}")), run.most)
         chosen["train.eval_every"] = Choice(half, "steps: about half an hour, at most a tenth of the run")
         chosen["run.name"] = Choice(workload.spec.name, "the directory below runs/")
@@ -121,7 +121,7 @@ class Training:
         if problems := job.problems(world=option.layout.world):
             raise UserError(problems)
         head = [
-            f"{spec.name} on {self.cluster}: {expected(option)}",
+            f"{spec.name} on {self.cluster}: {expected_text(option)}",
             f"{self.sentence(option)}. Start it with {start(option, path)}.",
             *([f"Made by: {command}"] if command else []),
             *([f"Sources: {RECIPE_SOURCES}."] if any(key.startswith("optimizer.") for key in self.choices) else []),
@@ -205,7 +205,7 @@ def training_of(
     return Training(job, total, steps, choices, kept, cluster, said)
 
 
-def often(option: Option, run: GoodputRun) -> str:
+def interval_reason(option: Option, run: GoodputRun) -> str:
     """Why so many steps lie between checkpoints."""
     size = f"{bytes_text(saved_bytes(option))} each, and the newest two are kept"
     if run.best == run.most:
@@ -226,7 +226,7 @@ def start(option: Option, path: str) -> str:
     return f"fivefold train {shlex.quote(path)}{ranks}"
 
 
-def expected(option: Option) -> str:
+def expected_text(option: Option) -> str:
     """What a run should reach, to hold against its own output."""
     workload, rate = option.workload, option.tokens_per_second
     each = f" ({rate / option.layout.world:,.0f} a rank)" if option.layout.world > 1 else ""

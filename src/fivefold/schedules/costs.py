@@ -69,7 +69,7 @@ def segments_of_one_block(forward: float, backward: float, messages: float) -> t
     )
 
 
-def alone(segments: Iterable[Segment]) -> float:
+def seconds_alone(segments: Iterable[Segment]) -> float:
     """How long a pass takes by itself: only what it computes beside a message hides any of it."""
     return sum(compute + max(message, beside) for compute, message, beside in segments)
 
@@ -81,7 +81,7 @@ def play_pair(forward: Iterable[Segment], backward: Iterable[Segment]) -> PairTi
 
 @lru_cache(maxsize=4096)
 def _pair_times(forward: Segments, backward: Segments) -> PairTimes:
-    forward_time, backward_time = alone(forward), alone(backward)
+    forward_time, backward_time = seconds_alone(forward), seconds_alone(backward)
     pair = _PairClock((forward, backward)).run()
     # A half only waits while the link carries something, so a pair takes no longer than both in turn, but for rounding.
     return PairTimes(forward_time, backward_time, min(pair, forward_time + backward_time))

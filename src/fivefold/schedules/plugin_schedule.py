@@ -15,7 +15,7 @@ from fivefold.schedules.check import prove
 from fivefold.schedules.info import ScheduleInfo, ScheduleRequest
 from fivefold.schedules.schedule import Placement, Schedule, peak_live
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.plugin_calls import shown, told
+from fivefold.support.plugin_calls import error_text, value_text
 
 T = TypeVar("T")
 _TYPE_NAMES = {str: "text", bool: "True or False", int: "a whole number", float: "a number", tuple: "a tuple"}
@@ -50,7 +50,7 @@ def _call_plugin(name: str, what: str, call: Callable[[], T]) -> T:
     except UserError:  # what it refuses itself
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(_problem(f"{name}: {what} raised {told(error, name)}")) from None
+        raise UserError(_problem(f"{name}: {what} raised {error_text(error, name)}")) from None
 
 
 # ---- the record -----------------------------------------------------------------------------------------------------
@@ -62,20 +62,20 @@ def _type_problems(own: ScheduleInfo) -> Iterator[str]:
         usual = field.default if isinstance(field.default, bool | int | float | str | tuple) else None
         if field.name in ("build", "place", "live"):
             if not callable(value):
-                yield f"has {field.name}={shown(value)}, which cannot be called"
+                yield f"has {field.name}={value_text(value)}, which cannot be called"
         elif field.name == "name" or usual is not None:
             kind = str if field.name == "name" else type(usual)
             fits = isinstance(value, int | float) and value is not True if kind is float else type(value) is kind
             if not fits:
-                yield f"has {field.name}={shown(value)}, and not {_TYPE_NAMES[kind]}"
+                yield f"has {field.name}={value_text(value)}, and not {_TYPE_NAMES[kind]}"
     if type(own.chunks) is int and own.chunks < 1:
         yield f"has chunks={own.chunks}; each rank has at least 1 stage"
     if type(own.least) is int and own.least < 0:
         yield f"has least={own.least}; the fewest microbatches are 0 or more times p"
     if isinstance(own.planned, tuple) and not all(type(chunks) is int and chunks > 0 for chunks in own.planned):
-        yield f"has planned={shown(own.planned)}, and not numbers of chunks, such as (1,)"
+        yield f"has planned={value_text(own.planned)}, and not numbers of chunks, such as (1,)"
     if isinstance(own.options, tuple) and not {*own.options} <= {*_INTEGER_OPTIONS}:
-        yield f"has options={shown(own.options)}; known: {', '.join(_INTEGER_OPTIONS)}"
+        yield f"has options={value_text(own.options)}; known: {', '.join(_INTEGER_OPTIONS)}"
 
 
 def _try_record(name: str, own: ScheduleInfo) -> Iterator[str]:
@@ -115,7 +115,7 @@ def _check_placement(name: str, own: ScheduleInfo, p: int, chunks: int) -> Place
     what = f"place for p={p}, chunks={chunks}"
     made = _call_plugin(name, what, lambda: own.place(p, chunks))
     if not isinstance(made, Placement):
-        raise UserError(_problem(f"{name}: {what} gave {shown(made)}, and not a Placement"))
+        raise UserError(_problem(f"{name}: {what} gave {value_text(made)}, and not a Placement"))
     if made.ranks != p:
         raise UserError(_problem(f"{name}: {what} puts stages on {made.ranks} ranks"))
     return made
@@ -126,10 +126,10 @@ def _check_live(name: str, own: ScheduleInfo, p: int, m: int, v: int) -> float:
     what = f"live for p={p}, m={m}"
     live = _call_plugin(name, what, lambda: own.live(p, m, v))
     if isinstance(live, bool) or not isinstance(live, int | float | np.number) or not 0 <= live < math.inf:
-        raise UserError(_problem(f"{name}: {what} gave {shown(live)}, and not a number of activations"))
+        raise UserError(_problem(f"{name}: {what} gave {value_text(live)}, and not a number of activations"))
     of_arrays = _call_plugin(name, f"{what}, as arrays,", lambda: own.live(np.array([p, p]), np.array([m, m]), v))
     if np.shape(of_arrays) not in ((), (2,)) or not np.all(np.asarray(of_arrays) == live):
-        gave = f"gave {shown(live)}, and as arrays {shown(of_arrays)}"
+        gave = f"gave {value_text(live)}, and as arrays {value_text(of_arrays)}"
         raise UserError(_problem(f"{name}: {what} {gave}; write np.minimum for min"))
     return float(live)
 

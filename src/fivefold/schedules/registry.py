@@ -19,7 +19,7 @@ from fivefold.schedules.zero_bubble_v import DUALPIPE_V, ZB_V
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.parsing import path_of
 from fivefold.support.plugins import find_value, is_plugin
-from fivefold.support.text import counted, did_you_mean, either
+from fivefold.support.text import did_you_mean, either, plural
 
 RECORDS = (
     NAIVE,
@@ -118,7 +118,7 @@ def _problems(record: ScheduleInfo, request: ScheduleRequest) -> list[Problem]:
         )
     if chunks != record.chunks and not record.any_chunks:
         tunable = either([other.name for other in RECORDS if other.any_chunks])
-        has = counted(record.chunks, "chunk")
+        has = plural(record.chunks, "chunk")
         problems.append(
             Problem(
                 "layout.chunks.schedule",

@@ -21,7 +21,7 @@ from fivefold.schedules.simulate import Simulation, simulate
 from fivefold.schedules.terminal import legend, timeline
 from fivefold.schedules.text import FILE_SUFFIXES, save
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import checked, within
+from fivefold.support.ranges import check_range, within
 from fivefold.support.text import bytes_text, figure
 
 Sends = Literal["eager", "blocking"]
@@ -46,7 +46,7 @@ class Query:
 
     def __post_init__(self) -> None:
         for option in ("pp", "microbatches", *SCHEDULE_OPTIONS):
-            checked(option, getattr(self, option), within(1, MAX_SIZE))
+            check_range(option, getattr(self, option), within(1, MAX_SIZE))
 
     def simulate(self, schedule: str | Path | Schedule) -> Simulation:
         """Proves a schedule, which is a name of the catalogue, a file or an object, and runs it on the clock."""
@@ -79,7 +79,7 @@ class Query:
         if problem := size_problem(self.pp * options.get("chunks", record.chunks), self.microbatches):
             raise UserError(problem)
         if not record.uses_stage_times:
-            return _proven(name, self.pp, self.microbatches, tuple(options.items()))
+            return _build_and_prove(name, self.pp, self.microbatches, tuple(options.items()))
         costs = self.times.costs(record.placement(self.pp, options.get("chunks", 0)))
         return prove(build(name, self.pp, self.microbatches, costs=costs, **options))
 
@@ -117,7 +117,7 @@ class Query:
 
 
 @lru_cache(maxsize=32)  # a query that changes only durations builds the same schedule; proving takes most of the time
-def _proven(name: str, p: int, m: int, option_items: tuple[tuple[str, int], ...]) -> Schedule:
+def _build_and_prove(name: str, p: int, m: int, option_items: tuple[tuple[str, int], ...]) -> Schedule:
     options: dict[str, Any] = dict(option_items)
     return prove(build(name, p, m, **options))
 

@@ -25,14 +25,14 @@ def v_half(p: int, m: int) -> Schedule:
     """About half of 1F1B's activations, p/2 + 1, and less than half of its bubble."""
     delta = 0 if p % 2 else 3
     offsets = [(2 * r, 3 * p - r - 2, 3 * p + delta + 2 * r - 1, 6 * p + delta - r - 2) for r in range(p)]
-    return _repeated("v-half", p, m, offsets)
+    return _repeat_pattern("v-half", p, m, offsets)
 
 
 def v_min(p: int, m: int) -> Schedule:
     """About a third of 1F1B's activations, for two thirds of its bubble."""
     delta = 0 if p % 3 else 2
     offsets = [(r, 2 * p - r - 1, 2 * p + delta + r, 4 * p + delta - r - 1) for r in range(p)]
-    return _repeated("v-min", p, m, offsets)
+    return _repeat_pattern("v-min", p, m, offsets)
 
 
 V_HALF = ScheduleInfo(
@@ -48,7 +48,7 @@ V_HALF = ScheduleInfo(
 V_MIN = ScheduleInfo("v-min", lambda r: v_min(r.p, r.m), vee, chunks=2, splits=True, live=lambda p, m, v: p / 3 + 2.0)
 
 
-def _repeated(name: str, p: int, m: int, offsets: list[Offsets]) -> Schedule:
+def _repeat_pattern(name: str, p: int, m: int, offsets: list[Offsets]) -> Schedule:
     """The schedule of a building block, given the offsets of each rank."""
     patterns = [_pattern(offsets[rank], (rank, 2 * p - 1 - rank), m) for rank in range(p)]
     peak = max(map(peak_live, patterns))

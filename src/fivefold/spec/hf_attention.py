@@ -85,7 +85,7 @@ def read_latent(config: Config) -> SpecFields:
 
 def write_latent(spec: ModelSpec) -> Config:
     assert spec.mla is not None
-    return _named(spec.mla, LATENT_SETTINGS) | {
+    return _with_hf_keys(spec.mla, LATENT_SETTINGS) | {
         "q_lora_rank": spec.mla.q_rank or None,
         "num_key_value_heads": spec.heads,
         "head_dim": spec.mla.rope_dim,
@@ -115,5 +115,5 @@ def write_windows(spec: ModelSpec) -> Config:
     return {"sliding_window": spec.window or None, "layer_types": kinds}
 
 
-def _named(latents: LatentSpec, names: dict[str, str]) -> Config:
+def _with_hf_keys(latents: LatentSpec, names: dict[str, str]) -> Config:
     return {key: getattr(latents, field) for field, key in names.items()}

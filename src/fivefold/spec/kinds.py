@@ -26,7 +26,7 @@ from fivefold.spec.operations import (
     odd_record,
 )
 from fivefold.support.errors import UserError
-from fivefold.support.plugin_calls import WHOLE_NUMBERS, Wanted, ask, each, shown
+from fivefold.support.plugin_calls import WHOLE_NUMBERS, Wanted, ask, each, value_text
 from fivefold.support.plugin_settings import class_shortcomings, unhashable
 from fivefold.support.plugins import is_plugin
 
@@ -88,16 +88,16 @@ class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """What a class lacks that a job calls `name`."""
         yield from class_shortcomings(kind, Mixer if issubclass(kind, Mixer) else MLP, name)
         yield from unhashable(kind)
-        yield from _misplaced("module", kind.module, "computes it", name)
+        yield from _place_problems("module", kind.module, "computes it", name)
         if issubclass(kind, MLP) and kind.routes:
-            yield from _misplaced("reference", kind.reference, "`verify` holds it against", name)
+            yield from _place_problems("reference", kind.reference, "`verify` holds it against", name)
         if not str(kind.place).isidentifier():
             yield f"has place={kind.place!r}, and not the name that its module has in a block"
         if kind.operations is BlockKind.operations:
             yield "has no method operations(self, spec, tp)"
 
 
-def _misplaced(member: str, place: object, does: str, name: str) -> Iterator[str]:
+def _place_problems(member: str, place: object, does: str, name: str) -> Iterator[str]:
     """What is wrong with where a kind's classes are: its own, or ours, since to look there runs code."""
     module, _, attribute = str(place).partition(":")
     if not attribute.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
@@ -141,8 +141,8 @@ WANTED_CACHE = Wanted(
 
 def _odd_names(found: object) -> str:
     if not isinstance(found, Mapping):
-        return shown(found)
-    return next((f"{name!r}: {shown(at)}" for name, at in found.items() if not isinstance(at, HfTensor)), "")
+        return value_text(found)
+    return next((f"{name!r}: {value_text(at)}" for name, at in found.items() if not isinstance(at, HfTensor)), "")
 
 
 WANTED_HF_NAMES = Wanted("a dict of names and fivefold.spec.kinds:HfTensor", _odd_names)
@@ -197,10 +197,10 @@ def _inconsistent(kind: BlockKind, spec: "ModelSpec") -> Iterator[str]:
         if not parameter.size:
             yield f"{of} of shape {[*parameter.shape]}, which has no numbers"
     ungrouped = [f"{kind.name}.operations under tp: {problem}" for problem in group_problems(matmuls)]
-    yield from ungrouped or _undivided(kind, spec, operations)
+    yield from ungrouped or _division_problems(kind, spec, operations)
 
 
-def _undivided(kind: BlockKind, spec: "ModelSpec", operations: Sequence[Operation]) -> Iterator[str]:
+def _division_problems(kind: BlockKind, spec: "ModelSpec", operations: Sequence[Operation]) -> Iterator[str]:
     """Operations of which two tp ranks do not have the parts that their rules say, where layouts may have tp=2."""
     heads = [(one.heads, one.kv_heads) for one in operations if isinstance(one, Scores)]
     uneven = any(count % 2 or kv_heads % 2 > (kv_heads == 1) for count, kv_heads in heads)
@@ -211,7 +211,7 @@ def _undivided(kind: BlockKind, spec: "ModelSpec", operations: Sequence[Operatio
     except UserError:  # said where a layout has this tp
         return
     of = f"{kind.name}.operations under tp:"
-    if [*map(_called, parts)] != [*map(_called, operations)]:
+    if [*map(_operation_name, parts)] != [*map(_operation_name, operations)]:
         yield f"{of} with tp=2 they are others than with tp=1; a rank has all of them, on its part"
         return
     for whole, part in zip(operations, parts, strict=True):
@@ -219,7 +219,7 @@ def _undivided(kind: BlockKind, spec: "ModelSpec", operations: Sequence[Operatio
             had, has = getattr(whole, field), getattr(part, field)
             if has != wanted:
                 right = f"a rank has {wanted:g}" if wanted % 1 == 0 else f"let divided(self, spec) give {had}"
-                yield f"{of} {_called(whole)} has {rule}{field} {has} at tp=2, and {had} at tp=1; {right}"
+                yield f"{of} {_operation_name(whole)} has {rule}{field} {has} at tp=2, and {had} at tp=1; {right}"
 
 
 def _part(whole: Operation, spec: "ModelSpec") -> Iterator[tuple[str, str, float]]:
@@ -236,7 +236,7 @@ def _part(whole: Operation, spec: "ModelSpec") -> Iterator[tuple[str, str, float
             yield field, f"{whole.tp} ", size / 2 if field == divided and not one_head else size
 
 
-def _called(operation: Operation) -> str:
+def _operation_name(operation: Operation) -> str:
     if isinstance(operation, Matmul):
         return f"{operation.branch}.{operation.name}"
     return f"{type(operation).__name__}({getattr(operation, 'name', '') or getattr(operation, 'kind', '')})"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
-from fivefold.support.plugin_calls import WANTED_AMOUNT, ask, each, shown
+from fivefold.support.plugin_calls import WANTED_AMOUNT, ask, each, value_text
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
@@ -243,7 +243,7 @@ def odd_record(found: Any, *kinds: type) -> str:
     """What is odd about what should be one of these named tuples: its type, or one of its values. All numbers in them
     are counts and amounts."""
     if not isinstance(found, kinds) or not isinstance(found, tuple):
-        return shown(found)
+        return value_text(found)
     for (name, wanted), value in zip(_hints(type(found)).items(), found, strict=True):
         try:
             msgspec.convert(value, wanted)
@@ -254,7 +254,7 @@ def odd_record(found: Any, *kinds: type) -> str:
         except msgspec.ValidationError as error:
             odd = f"known: {', '.join(get_args(wanted))}" if get_origin(wanted) is Literal else str(error)
         if odd:
-            return f"{type(found).__name__}({getattr(found, 'name', '')!r}) with {name}={shown(value)} ({odd})"
+            return f"{type(found).__name__}({getattr(found, 'name', '')!r}) with {name}={value_text(value)} ({odd})"
     return ""
 
 

@@ -17,7 +17,7 @@ from fivefold.spec.kinds import MLP, BlockKind, Mixer
 from fivefold.spec.mixers import MIXERS, GroupedQueryAttention, MultiHeadLatentAttention
 from fivefold.spec.mlps import MLPS, Dense, MixtureOfExperts
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.parsing import numbered, read
+from fivefold.support.parsing import number_problems, read
 from fivefold.support.plugin_calls import problems_of
 from fivefold.support.plugins import Registry
 
@@ -40,7 +40,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def __post_init__(self) -> None:
         for place, registry in KIND_REGISTRIES.items():
             if (value := getattr(self, place)) is not None:
-                msgspec.structs.force_setattr(self, place, _made(registry, value))
+                msgspec.structs.force_setattr(self, place, _make_kind(registry, value))
 
     @property
     def branches(self) -> tuple[BlockKind, ...]:
@@ -64,7 +64,7 @@ KIND_REGISTRIES: dict[str, Registry[Any]] = {
 }
 
 
-def _made(registry: Registry[Any], value: Any) -> BlockKind:
+def _make_kind(registry: Registry[Any], value: Any) -> BlockKind:
     if isinstance(value, registry.base):
         return value
     settings = {"name": value} if isinstance(value, str) else value
@@ -82,7 +82,7 @@ def _made(registry: Registry[Any], value: Any) -> BlockKind:
     return made
 
 
-def named(pattern: Any) -> Iterator[tuple[int, str, str]]:
+def names_in_pattern(pattern: Any) -> Iterator[tuple[int, str, str]]:
     """The names in a pattern as a job's table has it, each with the number of its entry and its place; what is none is
     found when it is read."""
     for number, layer in enumerate(pattern if isinstance(pattern, list | tuple) else ()):
@@ -142,7 +142,7 @@ def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
         registry = KIND_REGISTRIES["mixer" if isinstance(kind, Mixer) else "mlp"]
         first = next(number for number, layer in enumerate(spec.pattern) if any(kind is one for one in layer.branches))
         found = registry.class_problems(kind) or problems_of(kind, spec)
-        for sentence in numbered(found, f"model.pattern[{first}]"):  # a plugin's may have no code
+        for sentence in number_problems(found, f"model.pattern[{first}]"):  # a plugin's may have no code
             yield sentence if isinstance(sentence, Problem) else Problem("model.pattern.rules", sentence)
     said = {"window": spec.window, "window_period": spec.window_period - 1}
     said["experts.dense_layers"] = spec.experts.dense_layers if spec.experts else 0

@@ -14,7 +14,7 @@ from fivefold.spec.hf import read_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.parsing import read
-from fivefold.support.ranges import MAX_TOKENS, checked, outside, within
+from fivefold.support.ranges import MAX_TOKENS, check_range, outside, within
 from fivefold.support.text import did_you_mean, si
 
 _GPT = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True}
@@ -278,6 +278,6 @@ def models(config: str | Path | None = None, *, seq: int | None = None) -> Model
     >>> [spec.name for spec in ff.models(seq=8192).specs if spec.name.startswith("llama2")]
     ['llama2-7b', 'llama2-13b', 'llama2-70b']
     """
-    checked("seq", seq, within(1, MAX_TOKENS))
+    check_range("seq", seq, within(1, MAX_TOKENS))
     specs = [preset(name) for name in PRESETS] + ([read_hf_config(config)] if config else [])
     return ModelList(tuple(specs), seq)

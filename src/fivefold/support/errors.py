@@ -54,9 +54,9 @@ class UserError(Exception):
                 *sentences[:MAX_PROBLEMS],
                 Problem("problems.more", f"and {len(sentences) - MAX_PROBLEMS} more problems"),
             ]
-        self.problems = [_clipped(str(sentence)) for sentence in sentences]
+        self.problems = [_clip(str(sentence)) for sentence in sentences]
         codes = [sentence.code if isinstance(sentence, Problem) else code for sentence in sentences]
-        self.coded = list(map(_coded, codes, self.problems))
+        self.coded = list(map(_with_code, codes, self.problems))
         self.codes = [code for code in codes if code]
         super().__init__("\n".join(self.problems))
 
@@ -65,14 +65,14 @@ class UserError(Exception):
 
     def framed(self, before: str = "", after: str = "") -> list[str]:
         """The problems with words around them, under the codes that they have."""
-        return [_coded(getattr(problem, "code", ""), f"{before}{problem}{after}") for problem in self.coded]
+        return [_with_code(getattr(problem, "code", ""), f"{before}{problem}{after}") for problem in self.coded]
 
 
-def _coded(code: str, sentence: str) -> str:
+def _with_code(code: str, sentence: str) -> str:
     return Problem(code, sentence) if code else sentence
 
 
-def _clipped(sentence: str) -> str:
+def _clip(sentence: str) -> str:
     """On one line, with nothing that a terminal would obey; a long one without its middle: the reason comes last."""
     if len(sentence) > MAX_SENTENCE:
         sentence = f"{sentence[: MAX_SENTENCE // 2]} ... {sentence[-MAX_SENTENCE // 2 :]}"

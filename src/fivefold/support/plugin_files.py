@@ -72,10 +72,12 @@ def installed_as(module: str) -> tuple[str, ...]:
     top = module.partition(".")[0]
     package = [*getattr(sys.modules.get(top), "__path__", ())]
     homes = [Path(root).parent for root in package] or ([Path(file).parent] if file else [])
-    return tuple(line for home in homes for record in home.glob("*.dist-info/RECORD") for line in _noted(record, top))
+    return tuple(
+        line for home in homes for record in home.glob("*.dist-info/RECORD") for line in _recorded_files(record, top)
+    )
 
 
-def _noted(record: Path, top: str) -> list[str]:
+def _recorded_files(record: Path, top: str) -> list[str]:
     lines = record.read_text(errors="replace").splitlines()
     if not any(line.startswith((f"{top}.", f"{top}/")) for line in lines):
         return []

@@ -40,7 +40,7 @@ def misfits(kind: type[msgspec.Struct], values: Mapping[str, Any], path: str) ->
     return {field: Problem(f"{path}.{field}.range", sentence) for field, sentence in sentences.items() if sentence}
 
 
-def checked(name: str, value: Any, range_: Meta) -> Any:
+def check_range(name: str, value: Any, range_: Meta) -> Any:
     """Returns an argument if it is a whole number in its range, or None, which is one that was not given."""
     if value is not None and type(value) is not int:
         raise UserError(f"{name}={value!r} is not a whole number", "option.type")

@@ -50,7 +50,7 @@ def bytes_text(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def counted(number: int, what: str) -> str:
+def plural(number: int, what: str) -> str:
     """A number of things as text: 'no graphs', '1 graph', '2 graphs'."""
     return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
 
@@ -59,7 +59,7 @@ def graphs_text(graphs: int, breaks: dict[str, int], *, blocks: bool = True) -> 
     """How many graphs were compiled, and the reasons for the breaks between them; `blocks`: whether blocks were."""
     total = sum(breaks.values())
     why = "".join(f"\n  {count} x {reason.strip().splitlines()[0]}" for reason, count in breaks.items())
-    text = f"compiled: {counted(graphs, 'graph')}, {counted(total, 'break')} between them{why}"
+    text = f"compiled: {plural(graphs, 'graph')}, {plural(total, 'break')} between them{why}"
     return text if blocks else f"{text}\nblocks are not: with recompute=selective this layout would break their graphs"
 
 

@@ -37,8 +37,8 @@ from fivefold.trainer.replica_verdict import (
     corruption_verdict,
     disagreement_message,
     find_disagreement,
-    listed,
     mismatched_pairs,
+    names_text,
     rank_label,
     replay_partners,
     replica_axes,
@@ -418,7 +418,7 @@ class CorruptionChecks:
         if not any(count for (count,) in counts):
             return
         messages = [
-            f"{rank_label(self.mesh.layout, rank)}: {listed(names)}"
+            f"{rank_label(self.mesh.layout, rank)}: {names_text(names)}"
             for rank, names in enumerate(self._all_gather_values(changed, list[str]))
             if names
         ]

@@ -78,7 +78,7 @@ def _changed_settings(section: msgspec.Struct) -> dict[str, object]:
 
 def run_directory(job: Job, *, fresh: bool, env: Mapping[str, str] = os.environ) -> Path:
     """The directory that this run trains in, with this run on its list."""
-    return entered(job, existing_run_directory(job, fresh=fresh, env=env), env)
+    return enter_directory(job, existing_run_directory(job, fresh=fresh, env=env), env)
 
 
 def existing_run_directory(job: Job, *, fresh: bool, env: Mapping[str, str] = os.environ) -> Path | None:
@@ -123,7 +123,7 @@ def _has_trained(job: Job, directory: Path) -> bool:
     return _job_name(job) in (owners(home(job, directory)) or [])
 
 
-def entered(job: Job, directory: Path | None, env: Mapping[str, str] = os.environ) -> Path:
+def enter_directory(job: Job, directory: Path | None, env: Mapping[str, str] = os.environ) -> Path:
     """The directory, or a new one if None, after adding this run to its list."""
     names = [*identities(job, env), _job_name(job)]
     if directory is None:
@@ -134,7 +134,7 @@ def entered(job: Job, directory: Path | None, env: Mapping[str, str] = os.enviro
     return directory
 
 
-def trained(job: Job, directory: Path, env: Mapping[str, str] = os.environ) -> bool:
+def has_trained(job: Job, directory: Path, env: Mapping[str, str] = os.environ) -> bool:
     """Whether this run has trained there before, by a name that a launcher gave it."""
     return bool(set(owners(home(job, directory)) or []) & set(identities(job, env)))
 

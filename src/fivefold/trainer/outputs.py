@@ -21,7 +21,7 @@ from fivefold.job.config import Job, to_toml
 from fivefold.job.listeners import LISTENERS, RunListener
 from fivefold.support.errors import Problem, TrainingError, UserError
 from fivefold.support.files import cannot_write, put
-from fivefold.support.text import bytes_text, counted, si
+from fivefold.support.text import bytes_text, plural, si
 from fivefold.tracing.records import Trace
 from fivefold.tracing.result import TraceFile
 from fivefold.trainer.directories import owners, sign
@@ -52,7 +52,7 @@ class Outputs:
         for name in job.run.heard:
             self.listeners[name] = self._begun(name, job)
         if damaged:
-            say(f"{metrics}: {counted(damaged, 'line')}, damaged or half written, left out")
+            say(f"{metrics}: {plural(damaged, 'line')}, damaged or half written, left out")
 
     def _begun(self, name: str, job: Job) -> RunListener:
         """A listener that has heard of the start; what it raises ends the run before the first step."""
@@ -61,7 +61,7 @@ class Outputs:
             listener.start(job, self.directory, self.done)
         except (Exception, SystemExit) as error:
             raise UserError(
-                Problem("run.listeners.raised", f"{LISTENERS.setting}: {_raised(name, 'start', error)}")
+                Problem("run.listeners.raised", f"{LISTENERS.setting}: {_listener_error(name, 'start', error)}")
             ) from None
         return listener
 
@@ -72,7 +72,7 @@ class Outputs:
                 getattr(listener, event)(*what)
             except (Exception, SystemExit) as error:
                 del self.listeners[name]
-                self.lost.append(_raised(name, event, error))
+                self.lost.append(_listener_error(name, event, error))
                 self.say(f"{self.lost[-1]}; training continues without it")
 
     def describe(self) -> None:
@@ -130,7 +130,7 @@ class Outputs:
         self.metrics.close()
         self.tell("end", self.done)
         if self.metrics.lost:
-            records = f"{counted(self.metrics.lost, 'record')} of {self.metrics.path}"
+            records = f"{plural(self.metrics.lost, 'record')} of {self.metrics.path}"
             self.lost.append(f"{records} could not be kept: {self.metrics.why}")
 
     def check(self) -> None:
@@ -141,7 +141,7 @@ class Outputs:
             raise TrainingError(f"all steps are done, but {'; '.join(self.lost)}")
 
 
-def _raised(name: str, event: str, error: BaseException) -> str:
+def _listener_error(name: str, event: str, error: BaseException) -> str:
     """What a listener could not do."""
     if name == "tensorboard" and isinstance(error, OSError):
         return f"TensorBoard's file cannot be written: {error.strerror or error}"

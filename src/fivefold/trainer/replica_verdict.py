@@ -155,21 +155,21 @@ def rank_label(layout: Layout, rank: int) -> str:
     return f"rank {rank} ({place})" if place else f"rank {rank}"
 
 
-def listed(names: Sequence[str], between: str = ", ") -> str:
+def names_text(names: Sequence[str], between: str = ", ") -> str:
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return between.join(names[:_MAX_LISTED]) + more
 
 
 def _rank_labels(layout: Layout, ranks: Sequence[int]) -> str:
-    return listed([rank_label(layout, rank) for rank in ranks], " and ")
+    return names_text([rank_label(layout, rank) for rank in ranks], " and ")
 
 
 def disagreement_message(layout: Layout, found: Disagreement, tensors: list[str]) -> str:
     ranks, verb = _rank_labels(layout, found.minority), "hold" if len(found.minority) > 1 else "holds"
     if found.majority:
-        others = ("ranks " if len(found.majority) > 1 else "rank ") + listed([str(rank) for rank in found.majority])
-        return f"{ranks} {verb} different bits than {others} of {listed(tensors)}"
-    return f"{ranks} should hold the same bits of {listed(tensors)}, but do not; no majority tells who is right"
+        others = ("ranks " if len(found.majority) > 1 else "rank ") + names_text([str(rank) for rank in found.majority])
+        return f"{ranks} {verb} different bits than {others} of {names_text(tensors)}"
+    return f"{ranks} should hold the same bits of {names_text(tensors)}, but do not; no majority tells who is right"
 
 
 def corruption_message(layout: Layout, found: CorruptionVerdict) -> str:

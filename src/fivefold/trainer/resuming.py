@@ -1,6 +1,6 @@
 """Resuming a run: `fivefold train runs/first`, and a start by hand whose job has the name of an earlier run.
 
-job = stored_job(Path("runs/first"), ["train.steps=80"])     # the job of that directory, changed
+job = job_of_run(Path("runs/first"), ["train.steps=80"])     # the job of that directory, changed
 refused(Path("runs/first"), job, sources, named=True)        # why the run cannot continue with it
 """
 
@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from fivefold.checkpoint.find import find, reachable, run_of, store_of, stored
+from fivefold.checkpoint.find import find, reachable, run_of, store_of, stored_job
 from fivefold.checkpoint.hf_extras import TOKENIZER_FILES
 from fivefold.checkpoint.manifest import MANIFEST, Checkpoint, Damaged
 from fivefold.checkpoint.store import Store
 from fivefold.data.index import TOKENIZER_FILE
 from fivefold.data.rows import Splits
-from fivefold.data.tokenizer import foreign
-from fivefold.job.config import NAMING_PREFIXES, Job, RunConfig, installed, resolve
+from fivefold.data.tokenizer import tokenizer_mismatches
+from fivefold.job.config import NAMING_PREFIXES, Job, RunConfig, installed_job, resolve
 from fivefold.job.resume_rules import NEVER, Change, changes, resume_problems
 from fivefold.spec.hf import END_NAMED_IN, HF_CONFIG
 from fivefold.spec.model import ModelSpec
@@ -66,7 +66,7 @@ def run_named(word: str | None) -> Place | None:
         return None
     if not os.path.isdir(path):
         near = str(path_of(RunConfig().dir) / path)  # its name alone; an example or a recipe may have the same
-        same = len(path.parts) == 1 and near in _runs(path_of(RunConfig().dir)) and not installed(path)
+        same = len(path.parts) == 1 and near in _runs(path_of(RunConfig().dir)) and not installed_job(path)
         others = [near] if same else _runs(path.parent) if len(path.parts) > 1 else []
         if path.suffix != ".toml" and others:
             raise UserError(
@@ -97,7 +97,7 @@ def directory_named(run: Place | None, job: Job) -> Path | None:
     return path_of(job.run.dir) / job.run.name if isinstance(run, RemotePlace) else run
 
 
-def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
+def job_of_run(directory: Place, words: Sequence[str] = ()) -> Job:
     """The job of a run's directory, with KEY=VALUE changes; for a URL, that of the newest checkpoint.
 
     Its run.dir and run.name are those of the directory, which may have been moved or renamed.
@@ -118,14 +118,14 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
             newest = newest_of(store_of(directory).complete())
         if newest is None:
             raise UserError(f"{directory} has no checkpoint to resume from", "checkpoint.none")
-        table = msgspec.to_builtins(stored(newest))
+        table = msgspec.to_builtins(stored_job(newest))
         table["run"]["name"], table["checkpoint"]["url"] = directory.name, str(directory.parent)
         return resolve(table, words, stored=True)
     table = _table(directory)
     absolute = Path(os.path.abspath(directory))
     near = str(directory.parent) if directory.name not in ("", "..") else str(absolute.parent)
     table["run"] = table.get("run", {}) | {"name": absolute.name, "dir": near}
-    if (directory / HF_CONFIG).is_file() and (first := _imported(absolute)):
+    if (directory / HF_CONFIG).is_file() and (first := _imported_checkpoint(absolute)):
         table["run"]["weights"] = str(first)
     layout = table.get("layout", {})
     if Path(str(layout.get("schedule"))).name == SCHEDULE_FILE and (directory / SCHEDULE_FILE).is_file():
@@ -155,11 +155,11 @@ def with_moved_weights(job: Job, file: str | Path | None) -> Job:
     run = Path(os.path.abspath(file)).parent if file else Path()
     if not job.run.weights or os.path.exists(path_of(job.run.weights)) or not (file and (run / HF_CONFIG).is_file()):
         return job
-    first = _imported(run)
+    first = _imported_checkpoint(run)
     return replace(job, run=replace(job.run, weights=str(first))) if first else job
 
 
-def _imported(directory: Path) -> Place | None:
+def _imported_checkpoint(directory: Path) -> Place | None:
     """The checkpoint of step 0 of an imported run, in the directory's present place."""
     checkpoints = Store(directory / "checkpoints").complete()
     return next((checkpoint.path for checkpoint in checkpoints if checkpoint.step == 0), None)
@@ -178,7 +178,7 @@ def _table(directory: Path) -> dict[str, Any]:
             raise UserError(
                 f"{directory} is not a run: it has neither job.toml nor a checkpoint", "run.missing"
             ) from None
-        return msgspec.to_builtins(stored(newest))
+        return msgspec.to_builtins(stored_job(newest))
     except UserError as error:
         way_out = f"repair or delete it: {newest.path} has the job, too" if newest else "repair it"
         raise UserError(error.framed(after=f"; {way_out}")) from None
@@ -210,7 +210,9 @@ def resume_refusals(directory: Path, job: Job, sources: Splits, *, named: bool) 
             "so, and run.name=NAME or --fresh trains random ones in a directory of its own"
         ]
     changed, done = differences(newest, job, sources), newest.manifest.step
-    return resume_problems(stored(newest), job, done, changed, directory, named=named) + _foreign(directory, sources)
+    return resume_problems(stored_job(newest), job, done, changed, directory, named=named) + _foreign(
+        directory, sources
+    )
 
 
 def misbegun(job: Job, sources: Splits) -> list[str]:
@@ -220,7 +222,7 @@ def misbegun(job: Job, sources: Splits) -> list[str]:
     way_out = "run.weights=RUN takes those of another run, and run.weights= random ones"
     try:
         weights = find(job.run.weights)
-        before = stored(weights)
+        before = stored_job(weights)
     except UserError as error:
         return error.framed(f"run.weights={job.run.weights}: ", f"; {way_out}")
     if other := [str(change) for change in changes(before, job) if change.rule == NEVER]:
@@ -237,17 +239,21 @@ def _foreign(run: Place, sources: Splits) -> list[str]:
             Note(f"{run} has no {TOKENIZER_FILE}: nothing shows whether these tokens are those of its model"),
             stacklevel=2,
         )
-    return [problem for store in sources.stores for problem in foreign(run, store.path, TOKENIZER_FILES, END_NAMED_IN)]
+    return [
+        problem
+        for store in sources.stores
+        for problem in tokenizer_mismatches(run, store.path, TOKENIZER_FILES, END_NAMED_IN)
+    ]
 
 
 def differences(checkpoint: Checkpoint, job: Job, sources: Splits) -> list[Change]:
     """The changes of the job since the checkpoint, and of the data."""
-    return changes(stored(checkpoint), job, (checkpoint.manifest.data, sources.fingerprint))
+    return changes(stored_job(checkpoint), job, (checkpoint.manifest.data, sources.fingerprint))
 
 
 def misfits(checkpoint: Checkpoint, job: Job) -> list[str]:
     """Why a job cannot load a checkpoint: its model differs; [] if it can."""
-    before = stored(checkpoint)
+    before = stored_job(checkpoint)
     return resume_problems(before, job, 0, changes(before, job), checkpoint.path, named=False)
 
 

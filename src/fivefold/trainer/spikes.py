@@ -109,7 +109,7 @@ class KnownDecisions(msgspec.Struct, frozen=True):
     damaged: int = 0  # how many lines were left out
 
 
-def known(directory: Path) -> KnownDecisions:
+def read_decisions(directory: Path) -> KnownDecisions:
     """Reads the decisions of a run's directory, before its metrics are trimmed to the checkpoint it resumes from.
 
     Removes damaged lines, and writes down how far the metrics came.

@@ -85,7 +85,7 @@ def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int, *, deepen: 
     groups: dict[object, list[Layout]] = {}
     for base in _bases(spec, world):
         deep = deep_enough(spec, base) if deepen else spec  # the number of stages follows from `base`
-        for layout in _completed(base, deep):
+        for layout in _vary_settings(base, deep):
             if not layout.problems(deep, world=world, seq=seq, batch=batch):
                 groups.setdefault(_group_key(layout, spec), []).append(layout)
     for legal in groups.values():
@@ -133,7 +133,7 @@ def _new_pairs(layout: Layout, counts: Counter[object]) -> tuple[int, int]:
     return occurrences.count(0), -sum(occurrences)
 
 
-def _completed(base: Layout, spec: ModelSpec) -> Iterator[Layout]:
+def _vary_settings(base: Layout, spec: ModelSpec) -> Iterator[Layout]:
     """Layouts with the degrees, schedule and ZeRO of `base`, and all values of the other settings."""
     choices = {
         "cp_kind": get_args(ContextKind) if base.cp > 1 else ("ring",),

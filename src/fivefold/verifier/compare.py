@@ -27,8 +27,9 @@ spread (`Reference.noise`): it runs in float64 on the same rounded weights, whic
 times in the dtype of the proof, each time with every weight moved by one rounding, which draws all the d_i anew. The
 noise of a tensor is the largest distance from the true gradient in any run and step. A layout's distance to the
 reference is the difference of two such errors: at most twice the noise where the draws are typical. `NOISE_FACTOR`
-is 4, since a handful of draws can all be lucky. A gradient may be off by that tolerance or by NOISE_FACTOR x noise, whichever is
-larger. A wrong term is as large as a summand, and that is 1/eps times as large as the noise: it is still found.
+is 4, since a handful of draws can all be lucky. A gradient may be off by that tolerance or by NOISE_FACTOR x noise,
+whichever is larger. A wrong term is as large as a summand, and that is 1/eps times as large as the noise: it is still
+found.
 
 For parameters the tolerance needs an optimizer that does not magnify noise. AdamW divides by sqrt(v) + eps, and with
 the usual eps = 1e-8 a gradient that is rounding noise moves its weight by a whole learning rate in a random direction.

@@ -23,7 +23,7 @@ from fivefold.data.batch import Batch
 from fivefold.job.config import Job
 from fivefold.job.preflight import preflight
 from fivefold.launch.device import choose_backend, choose_device, make_repeatable
-from fivefold.launch.processes import Rank, named
+from fivefold.launch.processes import Rank, import_function
 from fivefold.model.compiler import compilation
 from fivefold.model.recompute import is_recomputing
 from fivefold.optim.lr_schedule import learning_rate
@@ -177,7 +177,7 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> RankMeasur
         device = choose_device(job.train.device, rank.number)
         rank.join(choose_backend(device, rank.world, job.train, rank.number))
     if hook:
-        named(hook)()
+        import_function(hook)()
     return compare_steps(rank, job, reference)
 
 

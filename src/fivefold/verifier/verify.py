@@ -39,7 +39,7 @@ from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.schedules.schedule import peak_live
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import MAX_RANKS, MAX_STEPS, MAX_TOKENS, SEQUENCES, checked, seconds, within
+from fivefold.support.ranges import MAX_RANKS, MAX_STEPS, MAX_TOKENS, SEQUENCES, check_range, seconds, within
 from fivefold.verifier.cases import LayoutCase, all_cases, pair_coverage, pairwise, with_balance
 from fivefold.verifier.compare import OPTIMIZER
 from fivefold.verifier.result import VerifyResult
@@ -88,7 +88,7 @@ def verify(
     _check_options(layout, everything, world, sample, timeout)
     limits = (("steps", steps, MAX_STEPS), ("seq", seq, MAX_TOKENS), ("batch", batch, SEQUENCES))
     for name, value, limit in (*limits, ("jobs", jobs, 1000), ("repeat", repeat, 100_000)):
-        checked(name, value, within(1, limit))
+        check_range(name, value, within(1, limit))
     world = 4 if world is None else world
     layout_text = "dp=1" if everything else str(layout or _DEFAULT_LAYOUT)
     if isinstance(model, ModelSpec) and any(change.startswith("model") for change in changes):
@@ -176,8 +176,8 @@ def _check_options(
     layout: str | Layout | None, everything: bool, world: int | None, sample: int | None, timeout: float
 ) -> None:
     """Raises UserError for options that make no sense, alone or together."""
-    checked("sample", sample, within(1, SEQUENCES))
-    checked("world", world, within(1, MAX_RANKS))
+    check_range("sample", sample, within(1, SEQUENCES))
+    check_range("world", world, within(1, MAX_RANKS))
     seconds("timeout", timeout)
     if everything and layout is not None:
         raise UserError(

@@ -16,7 +16,7 @@ from fivefold.checkpoint.store import Store
 from fivefold.support.errors import UserError
 from fivefold.support.files import open_regular, read_regular
 from fivefold.support.parsing import parse_json, parse_toml, parsing
-from fivefold.support.text import bytes_text, counted, did_you_mean
+from fivefold.support.text import bytes_text, did_you_mean, plural
 from fivefold.trainer.records import METRICS_FILE, Record, from_line
 
 JOB, ENVIRONMENT = "job.toml", "environment.json"
@@ -73,7 +73,7 @@ def runs_in(roots: tuple[Path, ...]) -> tuple[dict[str, RunFiles], list[str]]:
         if not folder.runs:
             notes.append(f"{as_text(root)} is not a run and has none in it: a run has {METRICS_FILE} or {JOB}")
         elif folder.others:
-            count, few = counted(len(folder.others), "folder"), _few(folder.others)
+            count, few = plural(len(folder.others), "folder"), _few(folder.others)
             notes.append(f"{count} of {as_text(root)} without {METRICS_FILE}: {few}")
         if folder.outside:
             notes.append(
@@ -320,7 +320,7 @@ def _checkpoints(run: RunFiles, left_out: list[str]) -> Iterator[RunEvent]:
 def _described(checkpoint: Checkpoint) -> tuple[str, int | None]:
     """A checkpoint's text and its bytes; what is wrong with its manifest and None if that cannot be read."""
     try:
-        return counted(len(checkpoint.manifest.files), "file"), checkpoint.bytes
+        return plural(len(checkpoint.manifest.files), "file"), checkpoint.bytes
     except UserError as error:
         return as_text(error.problems[0].replace(str(checkpoint.path), checkpoint.path.name)), None
 
@@ -386,7 +386,7 @@ def _started(header: re.Match[str], time: float, start: int, resumed: re.Match[s
     number = int(header[5] or 1)
     restarted = number > 1 or start > 0
     step = None if restarted else 0
-    where = f"{counted(int(header[3]), 'rank')}, rank 0 on {header[4]}"
+    where = f"{plural(int(header[3]), 'rank')}, rank 0 on {header[4]}"
     if resumed:
         restarted, step, where = True, int(resumed[1]), f"resumes after step {resumed[1]}; {where}"
     return RunEvent("restart" if restarted else "start", step, time, where, (time, start, 0))
