@@ -301,7 +301,7 @@ def test_weights_that_are_gone_or_of_another_model_are_sentences_and_a_moved_run
     import_hf(own / "hf", run, quiet)
     given = ["--check", f"data.path={own / 'tokens'}", *SMALL]
     said = refusal("train", run / "job.toml", "--fresh", "model.layers=1", *given)
-    assert "are those of another model: model.layers: 2 -> 1" in said
+    assert "belong to another model: model.layers: 2 -> 1" in said
     run.rename(tmp_path / "moved")
     moved = here("train", tmp_path / "moved", "--fresh", *given)
     assert tomllib.loads(moved)["run"]["weights"] == str(tmp_path / "moved" / "checkpoints" / "step-00000000")

@@ -57,7 +57,7 @@ def test_documents_end_with_a_token_that_ends_those_of_the_model(bpe: Path, prep
     settings.write_text(json.dumps({"eos_token_id": [end + 1, end + 2]}))
     (said,) = tokenizer_mismatches(tmp_path, prepared, settings=("config.json",))
     assert said.code == "data.tokenizer.end"
-    assert f"end with token {end}, and those of {tmp_path} with {end + 1} or {end + 2}" in said
+    assert f"end with token {end}, and documents of {tmp_path} with {end + 1} or {end + 2}" in said
 
 
 @pytest.mark.parametrize("named", [str, lambda own: {"content": own}], ids=["text", "table"])

@@ -1,7 +1,7 @@
 """Checksums of files in memory: Fletcher's, in columns, and sha256 of those.
 
     parts = segments(extents(tensors, file))      # each can be summed by any thread, in any order
-    total([segment_sum(...) for part in parts])   # 'fletcher:3af1...'
+    checksum_of_sums([segment_sum(...) for part in parts])    # 'fletcher:3af1...'
 
 Only their owner can write such files, so the checksum has to detect accidents and may be cheap: one addition for each
 word, five times as fast as sha256 with the processor's instructions for it. A file is words of 64 bits, in rows of

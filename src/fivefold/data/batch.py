@@ -88,7 +88,7 @@ def read_share(
 ) -> DpShare:
     """Share `number` of `parts` of a global batch. Of the others' samples only masks are read, and only to count.
 
-    The others' tokens count as read, too: the ranks of a node check each other's files (`data/integrity.py`).
+    The others' tokens also count as read: the ranks of a node check each other's files (`data/integrity.py`).
     """
     wanted = np.asarray(samples, np.int64)
     shares = np.split(wanted, parts)

@@ -72,7 +72,7 @@ def _fingerprint(root: Path, files: list[Path]) -> str:
 
 
 # ---- entropy --------------------------------------------------------------------------------------------------------
-# Losses that need no model: those of the best guess from no context, and from one token of context.
+# Losses that need no model: of the best guess from no context, and from one token of context.
 #
 # A model that reaches the first has learnt how frequent tokens are; below the second it must look further back than
 # one token. Both are estimates from the split's own counts (which, given few tokens, flatter the guess), over all

@@ -1,6 +1,6 @@
 """Records with fields: a line of JSONL or a row of parquet is a document.
 
-A record's text is `text` (or the field that is named instead), all of which carries loss. Two kinds of record mask:
+A record's text is `text` (or the field that is named instead), and all of it carries loss. Two kinds of record mask:
 
     {"segments": [{"text": "Q: 2+2? A:", "loss": false}, {"text": " 4"}]}      segments win over the text field
     {"prompt": "Q: 2+2? A:", "text": " 4"}                                     with prompt_field="prompt"
@@ -213,7 +213,7 @@ def _cut(text: str, begin: int) -> int:
     """Where to end the piece that starts at `begin`: after the last line end between two lines of text.
 
     The splitting patterns of GPT-2, GPT-4 and Llama 3 all break after a single line end with no space around it, so
-    the ids are those of the whole text. Failing that, after any line end; failing that, anywhere.
+    the ids equal the whole text's. Failing that, after any line end; failing that, anywhere.
     """
     limit = begin + PIECE_SIZE
     last = at = text.rfind("\n", begin, limit)
@@ -227,7 +227,7 @@ def _cut(text: str, begin: int) -> int:
 # ---- records --------------------------------------------------------------------------------------------------------
 
 
-MAX_LINE_BYTES = 128 << 20  # bytes of a line of JSONL, which is in memory with its text; a text file may be of any size
+MAX_LINE_BYTES = 128 << 20  # of JSONL, which is in memory with its text; a text file may have any size
 _PARQUET_ROWS = 256  # of parquet, decoded at a time
 _MAX_EXPLAINED_BYTES = (
     1 << 20

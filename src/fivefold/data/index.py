@@ -26,9 +26,9 @@ TOKENIZER_FILE = "tokenizer.json"
 FORMAT_VERSION = 2
 UNSEALED_VERSION = 1  # without a seal and without sums of chunks; still read
 SPLITS = ("train", "valid")
-CHUNK_BYTES = 1 << 22  # bytes of which each has a sum of its own
+CHUNK_BYTES = 1 << 22  # each chunk of a file has its own checksum
 
-_MAX_INDEX_BYTES = 1 << 30  # bytes of an index: that of 10 TB has some 50 MB
+_MAX_INDEX_BYTES = 1 << 30  # an index of 10 TB has some 50 MB
 _SHA256 = re.compile("[0-9a-f]{64}")
 _CHUNK_SUMS = re.compile("(?:[0-9a-f]{8})*")
 REMEDY = "prepare the text again, or copy the directory again"

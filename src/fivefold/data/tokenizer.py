@@ -239,7 +239,7 @@ _TOKENIZER_PARTS = (
 def tokenizer_mismatches(
     model: Path, prepared: Path, others: tuple[str, ...] = (), settings: tuple[str, ...] = ()
 ) -> list[str]:
-    """Why tokens are not those of the model whose tokenizer.json lies in a directory; nothing where that is not known.
+    """Why tokens are not from the tokenizer.json in a model's directory; empty if they are, or if it is not known.
 
     `others` are files of tokenizers that are not read here: that the model's is not bytes can be told by them. The
     model's end tokens are in its `settings` files.
@@ -264,7 +264,7 @@ def _other_end(model: Path, prepared: Path, index: DataIndex, own: set[int]) -> 
     own = {token for token in own if token < index.vocab}  # published files name some that are not in the vocabulary
     if not own or index.end_of_document in own:
         return []
-    ends = f"documents of {prepared} end with token {index.end_of_document}, and those of {model} with"
+    ends = f"documents of {prepared} end with token {index.end_of_document}, and documents of {model} with"
     ends = f"{ends} {either(sorted(own))}"
     return [Problem("data.tokenizer.end", f"{ends}; {_prepare_hint(model)}, and --eos with that token")]
 

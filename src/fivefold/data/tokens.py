@@ -114,7 +114,7 @@ def _stat(stream: Regular) -> FileStat:
 Ids: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 _SCAN_SIZE = 1 << 22  # tokens, or bytes, looked at at a time
-_REMEMBERED_EVERY = 2048  # documents of which one is remembered: 4 kB for a million of them
+_REMEMBERED_EVERY = 2048  # one of so many documents is remembered: 4 kB for a million
 
 
 class TokenStore:

@@ -62,8 +62,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Backend of ranks that share a GPU. nccl: real NCCL over sockets, each rank posing as its own host; not for timing.
     share_gpu: Literal["gloo", "nccl"] = "gloo"
     compile: Compile = "auto"  # torch.compile of blocks and the loss; auto: on a GPU
-    fp8: bool = False  # products of blocks in 8-bit floats, with a scale for each tensor; not those of experts
-    fp8_experts: bool = False  # those of experts, with a scale for each row; weights' gradients stay in bfloat16
+    fp8: bool = False  # matmuls of blocks in 8-bit floats, with a scale for each tensor; not of experts
+    fp8_experts: bool = False  # matmuls of experts, with a scale for each row; weights' gradients stay in bfloat16
     deterministic: bool = True  # the same run twice gives the same bits; on CUDA that costs some (docs/speed.md)
     eval_every: NoneOrMore = 0  # steps between evaluations on the held-out split; 0: only at the end
     eval_samples: NoneOrMore = 64  # held-out sequences per evaluation
@@ -76,7 +76,7 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     save: bool = True  # false: never
     every: NoneOrMore = 100  # steps between checkpoints; the end of a run, and SIGTERM, always make one
     keep: Annotated[int, within(1, MAX_STEPS, "checkpoint.save=false makes none")] = 2  # the newest that are kept
-    keep_every: NoneOrMore = 0  # and those of every so many steps; 0: none of them
+    keep_every: NoneOrMore = 0  # also keeps the checkpoints whose step is a multiple of this; 0: none
     memory_every: NoneOrMore = 0  # steps between snapshots in memory that outlives ranks (docs/checkpoints.md); 0: none
     url: str = ""  # object storage that has them, such as s3://bucket/runs; empty: the run's directory
 
@@ -340,7 +340,7 @@ def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job
 
 
 def lies_in_run(file: Path) -> bool:
-    """Whether a job file lies in a run's directory, however deep: then it came with the run, and not from its user."""
+    """Whether a job file lies in a run's directory, at any depth: then it came with the run, not from its user."""
     for folder in {Path(os.path.abspath(file)).parent, file.resolve().parent}:
         if "checkpoints" in folder.parts or os.path.lexists(folder / "checkpoints"):
             return True
@@ -372,7 +372,7 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     for change in [] if problems else changes:
         apply(table, change, problems)
     table = _move_loss_settings(table)
-    given, after = {change.partition("=")[0] for change in changes}, list[str]()  # those of the model are said first
+    given, after = {change.partition("=")[0] for change in changes}, list[str]()  # the model's are reported first
 
     def kind(name: str, named: Callable[..., Any], *settings: str) -> Any:
         """The class of a section, whose plugins are imported if they may be; None where there is none."""
@@ -404,7 +404,7 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
 
 
 def _move_loss_settings(table: Table) -> Table:
-    """The table with the loss's settings in their section: in the first releases they stood with those of training."""
+    """The table with the loss's settings in their own section: in the first releases they were in [train]."""
     train, loss = table.get("train"), table.get("loss", {})
     if not isinstance(train, dict) or not isinstance(loss, dict):
         return table

@@ -1,8 +1,8 @@
 """A job that trains given weights further: a published recipe of full fine-tuning.
 
-    tuned(spec, Choice("bfloat16", "as the weights"))[0].optimizer.lr     # 5e-6 for a model of 8B parameters
+    fine_tuning_job(spec, Choice("bfloat16", "as the weights"))[0].optimizer.lr     # 5e-6 for a model of 8B parameters
 
-It is that of Tulu 3's supervised fine-tuning (arXiv 2411.15124), as its commands have it:
+The recipe is Tulu 3's supervised fine-tuning (arXiv 2411.15124), as its commands have it:
 https://github.com/allenai/open-instruct/blob/main/docs/tulu3.md. Rates of pretraining are some hundred times as high,
 and would undo what the weights know.
 """

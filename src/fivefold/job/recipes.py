@@ -3,7 +3,7 @@
     recipe(preset("llama3-70b"), 8192, tokens_of("1.4T"))["optimizer.lr"]
         # Choice(1.5e-4, "Llama 3 70B (arXiv 2407.21783, table 3)")
 
-A model as large as those of a published table takes the values of the nearest one. A smaller one follows DeepSeek's
+A model within the sizes of a published table takes the values of the nearest one. A smaller one follows DeepSeek's
 power laws, which were fitted to small models. The laws also bound the batch: a short run takes a smaller one.
 
 Qwen publishes rates and batches of its first release only. Qwen2.5 says that it has laws, and not which.
@@ -185,7 +185,7 @@ def recipe(spec: ModelSpec, seq: int, tokens: int) -> dict[str, Choice]:
 
 
 def _own_run(spec: ModelSpec) -> PublishedRun | None:
-    """The published run of this very model, if its size is still that of its name."""
+    """The published run of this very model, if its size still matches its name."""
     run = THEIR_OWN.get(spec.name)
     return run if run and abs(spec.parameter_count / run.parameters - 1) < SIZE_TOLERANCE else None
 

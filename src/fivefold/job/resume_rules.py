@@ -24,7 +24,7 @@ NEVER = "never"  # the weights of another function
 
 # Of a whole section, and of settings that differ from it. What is not named is as strict as its section.
 RULES = {
-    "model": NEVER,  # other shapes, or another function of the same shapes: other experts chosen, too
+    "model": NEVER,  # other shapes, or another function of the same shapes, such as another choice of experts
     "model.name": FREE,
     "model.dropout": MEANT,  # the model is the same, and its training is not
     "model.init_std": MEANT,  # without effect from here on: whoever changes it means another run

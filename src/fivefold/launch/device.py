@@ -46,7 +46,7 @@ def choose_backend(
 ) -> str:
     """NCCL where every rank of a node has a GPU of its own; gloo on CPUs, and where ranks share a GPU.
 
-    `train.share_gpu=nccl` lets ranks that share a GPU use NCCL, too. NCCL refuses two ranks of one host on one GPU, so
+    `train.share_gpu=nccl` lets ranks that share a GPU use NCCL. NCCL refuses two ranks of one host on one GPU, so
     each rank gets a host ID of its own (NCCL_HOSTID), and they communicate through sockets: this runs every kernel,
     order and error path of NCCL, but says nothing about speed. `apart`: ranks may be on several machines.
     """
@@ -128,7 +128,7 @@ def make_repeatable(config: TrainConfig) -> None:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is made
         if torch.cuda.is_available() or config.compile == "on":
-            torch.use_deterministic_algorithms(True)  # tells the compiler, too, and so imports all of it
+            torch.use_deterministic_algorithms(True)  # also tells the compiler, and so imports all of it
             # By default it also fills all new memory with NaN, which takes 1% of a step. That helps to find kernels
             # that read uninitialized memory, and no kernel of ours does.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -167,7 +167,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 # ---- numa -----------------------------------------------------------------------------------------------------------
-# Cores near a GPU: a rank stays on those of the NUMA node that its GPU hangs on.
+# Cores near a GPU: a rank stays on the cores of its GPU's NUMA node.
 #
 #     cpus_of_rank(Path("/sys"), ["0000:17:00.0", "0000:ca:00.0"], rank=1, allowed={0, ..., 63})
 #

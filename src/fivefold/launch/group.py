@@ -50,13 +50,13 @@ def _connect(world: World, backend: str, store: "Store", patience: timedelta) ->
     import torch.distributed as dist
 
     interface_hint = ""
-    if world.apart:  # under NCCL, too: copies of snapshots travel over gloo
+    if world.apart:  # also under NCCL: copies of snapshots travel over gloo
         interface_hint = choose_interface(world.meeting, store, world.size, patience.total_seconds())
     if backend != "gloo":
         interface_hint = ""
     elif world.apart:
         patience = min(patience, _CONNECTING)
-    one_gloo_worker()  # under NCCL, too, for the same copies
+    one_gloo_worker()  # also under NCCL, for the same copies
     try:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=patience)
     except RuntimeError as error:
@@ -95,7 +95,7 @@ def one_gloo_worker() -> None:
                 group._Options(),
                 [name for name in os.environ.get(GLOO_INTERFACE_ENV, "").split(",") if name],
             )
-            # The devices that torch would choose; both functions read TORCH_GLOO_LAZY_INIT, too.
+            # The devices that torch would choose; both functions also read TORCH_GLOO_LAZY_INIT.
             devices = [group.create_device(interface=name) for name in names] or [group.create_default_device()]
             options._devices, options._timeout, options._threads = devices, timeout, 1
         original_init(self, store, rank, size, options or timeout)
@@ -154,5 +154,5 @@ def tell_spares() -> None:
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):  # the group's prefix, which spares do not know
         store = store.underlying_store
-    with suppress(RuntimeError):  # the store ends with the launcher, whose spares have ended then, too
+    with suppress(RuntimeError):  # the store ends with the launcher, and by then its spares have ended
         store.set(_DONE_KEY, "")

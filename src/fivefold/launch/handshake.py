@@ -2,7 +2,7 @@
 
 Rank 0 writes a roll call, every rank answers with a statement, rank 0 compares the statements and answers each rank. So
 ranks of two jobs never train together, a process without the run's secret is not let in, and ranks that do not come are
-named. The work of rank 0 grows with the number of ranks, that of the others does not.
+named. Only rank 0's work grows with the number of ranks.
 
     calls                        a counter of roll calls: a store may outlive the ranks that met there before
     now                          the number N of the latest roll call
@@ -106,12 +106,12 @@ class RollCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A rank's answer to a call; rank 0 has one, too."""
+    """A rank's answer to a call; rank 0 also has one."""
 
     call: bytes  # its nonce: a statement that answers an earlier call is a replay
     rank: int
     facts: Facts
-    settings: dict[str, str] = {}  # of the job, where it is not that of rank 0
+    settings: dict[str, str] = {}  # of the job, where they differ from rank 0's
     kept: str = ""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
@@ -385,7 +385,7 @@ class _Handshake:
         return PrefixStore(f"world {number}{name}", self.store)
 
     def _put(self, part: "Store", key: str, message: msgspec.Struct) -> None:
-        part.set(key, seal(message, self.claim.secret))  # type: ignore[arg-type]  # bytes are taken, too
+        part.set(key, seal(message, self.claim.secret))  # type: ignore[arg-type]  # it also takes bytes
 
     def call(self, alive: Callable[[], None]) -> "Store":
         """Rank 0's part: write the roll call, read the statements and answer them."""

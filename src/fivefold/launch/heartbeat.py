@@ -58,7 +58,7 @@ class Heart:
             struct.pack_into("=d", self.memory, _LIMIT, 0.0)
 
 
-_hearts = [Heart(memoryview(bytearray(_SLOT.size)))]  # one: that of this process
+_hearts = [Heart(memoryview(bytearray(_SLOT.size)))]  # one: this process's
 
 
 def my_heart() -> Heart:

@@ -59,7 +59,7 @@ class Yielded(NamedTuple):
 class Processes:
     """The processes of `world` ranks. Their stacks go into files of `home`, a directory of this launcher alone.
 
-    They are forked from a server process that has done nothing but import. Their output goes into files of `home`, too,
+    They are forked from a server process that has done nothing but import. Their output also goes into files of `home`,
     and they stay until `kill`, so that their sockets outlive the peers that still read from them. Ranks that are
     `attached` are forked from this process instead, share its terminal, and end by themselves.
     """

@@ -1,7 +1,7 @@
 """The log of a rank: what it prints is also written to RUN/logs/rank-N.log.
 
     capture(directory / "logs", world)     # from now on
-    stop()                                 # waits until all is written; called at the end of the process, too
+    stop()                                 # waits until all is written; also called at the end of the process
 
 A separate process (`launch/tee.py`) copies standard error, and standard output unless that is a terminal: it stays one,
 for the live display, and metrics.jsonl has the steps. So the log of a rank that is killed, aborts or segfaults is

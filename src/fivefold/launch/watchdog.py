@@ -1,6 +1,6 @@
 """Ends this rank if it hangs: prints its stacks, and what NCCL has not finished.
 
-    with watched(600):         # in a rank: if nothing moves for 600 s, it prints its stacks and ends
+    with watch(600):         # in a rank: if nothing moves for 600 s, it prints its stacks and ends
         ...
 
 What moves is counted in `heartbeat.py`. Time is counted only while the watchdog itself runs: a job that was suspended

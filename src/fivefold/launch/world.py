@@ -89,7 +89,7 @@ def _from_environment(env: Mapping[str, str]) -> World:
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World:
-    """From torchrun's variables, which our own launcher or a user may have set, too."""
+    """From torchrun's variables, which our own launcher or a user may also have set."""
     size = int(env["WORLD_SIZE"])
     local_size, alone = int(env.get(LOCAL_SIZE_ENV, size)), env.get(LOCAL_SIZE_ENV) == env["WORLD_SIZE"]
     agent = env.get(_AGENT_STORE_ENV) == "True"

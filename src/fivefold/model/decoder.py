@@ -177,7 +177,7 @@ class Block(nn.Module):
         return getattr(self, str(self.mlp_place)) if self.routed else None
 
     def forward(self, x: Tensor, positions: TokenPositions, shared: MixerInputs) -> Tensor:
-        """`positions` is that of x's tokens; `shared` is of all tokens that a mixer has here."""
+        """`positions`: of x's tokens; `shared`: of all tokens that a mixer has here."""
         x, stats = self.run(self.steps, x, positions, shared)
         if self.training and stats is not None and (mixture := self.mixture) is not None:
             mixture.count(stats)
@@ -203,7 +203,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Tokens [B, S] in, logits [B, S, V] out, or with targets the sum of the losses.
 
-    Parameter names are those of `spec.parameters()`.
+    Parameter names are as in `spec.parameters()`.
     `ops` compute a layer's steps, on this device or together with other ranks. With a `stage` it is a pipeline stage of
     the model: its input is the residual stream [B, S, E] unless it is the first, and so is its output unless it is the
     last.

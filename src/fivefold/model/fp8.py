@@ -4,7 +4,7 @@
     dx = dy W      dy cast to e5m2, which has the range of gradients
     dW = dy^T x
 
-Forward sums are those of the tensor cores' fast mode, which has fewer bits than float32. Gradients are summed in
+Forward sums use the tensor cores' fast mode, which has fewer bits than float32. Gradients are summed in
 float32: fast sums over 16,384 tokens made a gradient's norm 8% smaller. All come out in bfloat16. Masters, norms,
 attention, the residual stream, the head and the loss are not affected. The 8-bit input is saved for the backward pass:
 half the bytes.

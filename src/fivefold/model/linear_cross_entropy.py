@@ -52,7 +52,7 @@ class Vocabulary:
         return lse, sums
 
     def start_reduce(self, dx: Tensor) -> Tensor:
-        """Start to reduce the gradient of `gather`'s output to that of its input."""
+        """Start to reduce the gradient of `gather`'s output to the gradient of its input."""
         return dx
 
     def finish_reduce(self, dx: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class LocalOps:
     arguments, and any other parameter by `weight`. So the same block runs under any tp, sp, cp and ep. The contract of
     a subclass:
 
-    - Its results, over all ranks, are those of this class up to rounding, and so are its gradients.
+    - Its results and gradients, over all ranks, equal this class's up to rounding.
     - Between ops, x is the residual stream [B, S, E] of this rank's tokens (under sp part of them), or the heads and
       columns of this rank, for all tokens. `column_parallel` goes from the former to the latter, `row_parallel` back.
     - A module holds a parameter whole or as this rank's shard: `shard_parameters` makes it so, `weight` reads it.
@@ -172,7 +172,7 @@ class LocalOps:
         return self.column_parallel(x, *linears)
 
     def gather_latents(self, latents: Tensor) -> Tensor:
-        """Latents of this rank's tokens -> those of all tokens for which it computes heads."""
+        """Latents of this rank's tokens -> latents of all tokens for which it computes heads."""
         return latents
 
     def latent_up_projection(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:

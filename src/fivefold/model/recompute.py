@@ -74,7 +74,7 @@ def save_output(compute: Callable[[], tuple[Tensor, ...]], count: int, stand_in:
 
 def not_saved(compute: Callable[[], Tensor], shape: tuple[int, ...], *saved: Tensor) -> Tensor:
     """The result of `compute`, if no backward pass reads it: selective recompute neither saves nor recomputes it.
-    `saved` are the tensors that `compute` saves for its backward pass, which the second run must save, too."""
+    `saved` are the tensors that `compute` saves for its backward pass; the second run must also save them."""
     if torch.compiler.is_compiling() or _selective_run.get() is None:
         return compute()
     with unseen_by_checkpoint():
@@ -82,7 +82,7 @@ def not_saved(compute: Callable[[], Tensor], shape: tuple[int, ...], *saved: Ten
 
 
 class _OnlySaved(Function):
-    """Only saves tensors; the backward pass is that of the first run."""
+    """Only saves tensors; the backward pass is the first run's."""
 
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], *saved: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ class OptimizerConfig(
     def update(
         self, masters: "Tensors", grads: "Tensors", states: "States", rate: float, decay: float, step: int
     ) -> None:
-        """Update parameters of one group in place, as step number `step` (from 1); `states`: by name, that of each."""
+        """Update parameters of one group in place, as step number `step` (from 1). `states`: by name."""
         raise NotImplementedError
 
     # ---- rules that read whole matrices (unit = "matrix") ------------------------------------------------------------

@@ -86,7 +86,7 @@ def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_reduce_or_scatter(axis: Axis, sp: bool, x: Tensor) -> Tensor:
-    """The sum over ranks, of the full sequence or (sp) of this rank's part."""
+    """Sums over ranks: without sp an all-reduce of the full sequence, with sp a reduce-scatter to this rank's part."""
     return wait(scatter_sequence(x, axis) if sp else all_reduce(x, axis), axis)
 
 

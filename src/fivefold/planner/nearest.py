@@ -2,7 +2,7 @@
 
 nearest(workload, layout, keep="tp")        # a layout without problems; None where nothing near has none
 steps(workload, layout)["tp"]               # the values of one field that a model and a number of GPUs allow
-moved(workload, layout, "tp", "16")     # one field set, and what follows it: dp takes the difference
+with_field(workload, layout, "tp", "16")    # one field set, and what follows it: dp takes the difference
 
 A workload's own layout is not read.
 """

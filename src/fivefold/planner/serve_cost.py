@@ -83,8 +83,8 @@ def linear_bytes(precision: str) -> int:
 # and the tp x dp / ep ranks of a group divide their width. No expert is held twice, whatever ep is. With dp the ranks
 # have sequences of their own and meet only here.
 #
-#     touched(experts, 64)        # experts that a step of 64 tokens reads, of a layer
-#     most_touched(experts, 8, 64)    # and of those how many are on the fullest of 8 groups
+#     experts_touched(experts, 64)    # experts of a layer that a step of 64 tokens reads
+#     most_touched(experts, 8, 64)    # how many of these the fullest of 8 groups has
 
 
 ROUTING_KERNELS = (

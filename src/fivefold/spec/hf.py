@@ -218,7 +218,7 @@ def _mistral(config: Config) -> SpecFields:
 
 
 def _deepseek(config: Config) -> SpecFields:
-    """DeepSeek-V2 and V3, and Kimi K2, which is a V3. What they call head_dim is that of positions."""
+    """DeepSeek-V2 and V3, and Kimi K2, which is a V3. Their head_dim is the dim of positions."""
     own = {"kv_heads": 0, "head_dim": 0, "qkv_bias": False, "qk_norm": False}
     return _llama(config) | own | read_latent(config) | read_experts(config)
 

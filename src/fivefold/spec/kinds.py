@@ -98,7 +98,7 @@ class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def _place_problems(member: str, place: object, does: str, name: str) -> Iterator[str]:
-    """What is wrong with where a kind's classes are: its own, or ours, since to look there runs code."""
+    """Problems of a path to a kind's classes: it must be the plugin's own module or ours, since importing runs code."""
     module, _, attribute = str(place).partition(":")
     if not attribute.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         yield f'has {member}={place!r}, and not the "package.module:Class" that {does}'
@@ -201,7 +201,7 @@ def _inconsistent(kind: BlockKind, spec: "ModelSpec") -> Iterator[str]:
 
 
 def _division_problems(kind: BlockKind, spec: "ModelSpec", operations: Sequence[Operation]) -> Iterator[str]:
-    """Operations of which two tp ranks do not have the parts that their rules say, where layouts may have tp=2."""
+    """Operations that two tp ranks cannot divide as their rules say, where layouts may have tp=2."""
     heads = [(one.heads, one.kv_heads) for one in operations if isinstance(one, Scores)]
     uneven = any(count % 2 or kv_heads % 2 > (kv_heads == 1) for count, kv_heads in heads)
     if uneven or any(width % 2 for width in ask(kind, "divided", spec, wanted=WHOLE_NUMBERS)):

@@ -52,7 +52,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     activation: Activation = "swiglu"
     positions: Positions = "rope"
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | Yarn | None = None  # Llama 3's, or with kind = "yarn" that of DeepSeek and gpt-oss
+    rope_scaling: RopeScaling | Yarn | None = None  # Llama 3's, or with kind = "yarn" DeepSeek's and gpt-oss's
     rope_dim: Annotated[int, within(0, 100_000)] = 0  # dims of a head that positions turn, the first ones; 0: all
     rope_interleaved: bool = False  # DeepSeek: neighbouring dims make a pair, not dims half a head apart
     mla: LatentSpec | None = None  # DeepSeek: keys and values are made of one latent of the token
@@ -189,7 +189,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def active_parameters(self) -> int:
-        """All but those of experts that a token does not visit."""
+        """All except the parameters of experts that a token does not visit."""
         idle = 0
         for layer, count in self.counted().items():
             idle += count * sum(

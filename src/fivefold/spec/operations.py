@@ -53,7 +53,7 @@ class Initial(NamedTuple):
     distribution: Literal["constant", "uniform", "log_uniform"]  # the last: its logarithm is uniform
     low: float
     high: float = 0.0  # a constant has none
-    # What is done to a number that was drawn: its logarithm; or that of which it is the softplus.
+    # What is done to a number that was drawn: its logarithm, or the inverse of softplus.
     through: Literal["", "log", "softplus_inverse"] = ""
 
     @property
@@ -68,7 +68,7 @@ class Initial(NamedTuple):
         if self.distribution != "constant" and not self.low < self.high:
             return f"low={self.low}, high={self.high}; low must be less"
         if self.low <= 0 and (self.distribution == "log_uniform" or self.through):
-            return f"low={self.low}, of which there is no logarithm; it must be positive"
+            return f"low={self.low}, which has no logarithm; it must be positive"
         return ""
 
 
@@ -82,7 +82,7 @@ class Parameter(NamedTuple):
     residual: bool = False  # it writes into the residual stream
     experts: int = 0  # number of experts whose rows are concatenated in it; 0: it belongs to no expert
     # Never cast to a low-precision compute dtype. Such parameters are small, no matmul reads them, and their rounding
-    # error is the same for all tokens, where that of activations averages out.
+    # error is the same for all tokens, while the error of activations averages out.
     full_precision: bool = False
     std: float = 0.0  # of its initial values; 0: the model's
     init: Initial | None = None  # None: ones of a norm, zeros of a bias, normals of `std` of all others
@@ -159,7 +159,7 @@ class Matmul(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether every tp rank has all of its outputs; with sp, those of its tokens."""
+        """Whether every tp rank has all of its outputs; with sp, for its own tokens."""
         return self.writes_residual or self.tp == "replicated"
 
 
@@ -212,7 +212,7 @@ class Cache(NamedTuple):
 class Elementwise(NamedTuple):
     """An operation that is bound by memory, on `width` features of a token over all tp ranks.
 
-    What those of the kind "other" cost is said here; of the rest each software knows it better (cost/software.py).
+    The kind "other" states its cost here; the cost of the rest depends on the software (cost/software.py).
     """
 
     kind: Literal["norm", "qk_norm", "rope", "swiglu", "gelu", "dropout", "residual", "other"]
@@ -391,7 +391,7 @@ class BlockOperations:
         return sum(matmul.active for matmul in self.matmuls)
 
     def rest(self, keys: float) -> float:
-        """Forward FLOPs of a token that has so many keys before it, beside those of matmuls."""
+        """Forward FLOPs of a token that has so many keys before it, without the matmuls."""
         return self.attention.flops(keys) + sum(other.width * other.flops for other in self.elementwise)
 
     def gemms(self, tokens: int, apart: bool = False) -> list[tuple[int, int, int]]:

@@ -83,8 +83,8 @@ def _make_kind(registry: Registry[Any], value: Any) -> BlockKind:
 
 
 def names_in_pattern(pattern: Any) -> Iterator[tuple[int, str, str]]:
-    """The names in a pattern as a job's table has it, each with the number of its entry and its place; what is none is
-    found when it is read."""
+    """(entry number, place, name) of the names in a pattern as a job's table has it. Bad entries are skipped: reading
+    the pattern reports them."""
     for number, layer in enumerate(pattern if isinstance(pattern, list | tuple) else ()):
         for place in KIND_REGISTRIES:
             value = layer.get(place) if isinstance(layer, dict) else None
@@ -159,7 +159,7 @@ def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
 
 
 def _different(pattern: Sequence[Layer]) -> list[BlockKind]:
-    """Its kinds, each once. Their settings are compared: those of an object that a program gives may have no hash."""
+    """Its kinds, each once. Compares settings instead of hashing: objects that a program gives may have no hash."""
     kinds: list[BlockKind] = []
     for kind in (kind for layer in pattern for kind in layer.branches):
         if not any(kind is other or kind == other for other in kinds):

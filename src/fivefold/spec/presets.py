@@ -1,4 +1,4 @@
-"""Models by name. Shapes are those of the published configurations; `fivefold list models` prints the table.
+"""Models by name. Shapes are from the published configurations; `fivefold list models` prints the table.
 
 A preset has a line with its numbers, and its family a line that says where they come from.
 """
@@ -263,7 +263,7 @@ class ModelList(Result):
             [[spec.name, si(spec.active_parameters, 3), *_mixture(spec.experts)]
              for spec in self.specs if spec.experts is not None],
             title="Mixtures of experts",
-            caption="active: parameters without those of experts that a token does not visit",
+            caption="active: parameters without the experts that a token does not visit",
         )  # fmt: skip
 
 

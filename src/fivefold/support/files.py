@@ -35,7 +35,7 @@ class File(msgspec.Struct, frozen=True):
 
 
 def plain_name(name: str) -> bool:
-    """Whether a name, read from a file, is that of a file in the same directory, without any path."""
+    """Whether a name that was read from a file is a plain file name, without any path."""
     try:
         return 0 < len(os.fsencode(name)) <= 255 and name not in (".", "..") and "/" not in name and "\0" not in name
     except UnicodeEncodeError:  # a lone surrogate
@@ -74,8 +74,8 @@ def irregular(mode: int) -> str | None:
 
 
 def open_regular(path: Path, *, links: bool = False, append: bool = False) -> Regular:
-    """A file to read, or to `append` to, that is one: no link, unless asked for, which may lead anywhere, and no pipe,
-    which would wait for the other end."""
+    """Opens a regular file to read, or to `append` to. Refuses links unless `links`, since they may lead anywhere, and
+    pipes, which would wait for the other end."""
     flags = os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     handle = os.open(path, flags | (os.O_WRONLY | os.O_APPEND | os.O_CREAT if append else os.O_RDONLY), 0o666)
     if problem := irregular(os.fstat(handle).st_mode):
@@ -85,7 +85,7 @@ def open_regular(path: Path, *, links: bool = False, append: bool = False) -> Re
 
 
 def read_regular(path: Path, max_bytes: int, *, links: bool = False) -> bytes:
-    """All of a regular file that has at most so many bytes."""
+    """The contents of a regular file; OSError if it has more than `max_bytes`."""
     with open_regular(path, links=links) as stream:
         if (size := os.fstat(stream.fileno()).st_size) > max_bytes:
             raise OSError(errno.EFBIG, f"it has {bytes_text(size)}, and at most {bytes_text(max_bytes)} are read")
@@ -202,7 +202,7 @@ def whole_or_nothing(output: Path) -> Iterator[None]:
     """Around the code that makes a directory: if it fails, the directory is removed, and an OSError such as a full disk
     becomes a UserError."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} is there already, and is not empty; give -o a new name", "output.taken")
+        raise UserError(f"{output} already exists and is not empty; give -o a new name", "output.taken")
     try:
         yield
     except BaseException as error:

@@ -31,7 +31,7 @@ def instance(words: str, *kinds: type) -> Wanted:
 
 
 def each(words: str, odd: Callable[[Any], str]) -> Wanted:
-    """A list or a tuple, or what was an iterator, of which `odd` says what is odd about one."""
+    """A list, a tuple or an iterator; `odd` says what is wrong with one of its items."""
 
     def odd_one(result: Any) -> str:
         if not isinstance(result, list | tuple):

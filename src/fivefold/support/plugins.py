@@ -171,7 +171,7 @@ def find_value(setting: str, name: str, kind: type[K], *, trusted: bool) -> K:
 
 
 def _adopt(setting: str, kind: type[T], base: type[T]) -> type[T]:
-    """The class of an object that a program gives: as if it had been named. Ranks have to find it, too."""
+    """Treats the class of an object that a program gives as if it had been named. Ranks also have to find it."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     if kind.__module__ == "__main__" or _present(name) is not kind:
         where = "is not where ranks could import it; write it at the top level of a module of its own"
@@ -207,7 +207,7 @@ def options(names: Sequence[str]) -> str:
 
 
 def _misfits(kind: type, base: type) -> Iterator[str]:
-    """The members of a class that cannot be used as those of its base are."""
+    """The members of a class that cannot be used like its base's."""
     for member, wanted in _members(base).items():
         own, theirs = getattr(kind, member), inspect.getattr_static(kind, member)
         if own is getattr(base, member):
@@ -334,7 +334,7 @@ def plugin_error(error: BaseException) -> UserError | None:
     """What an error is to its user that has come through a plugin's file; None where it has not, or is a machine's.
 
     For what is raised where no member is asked: in the forward pass of a module, in an update of weights. A SystemExit
-    is one, too: the process would end as if it had done its work.
+    is also one: the process would end as if it had done its work.
     """
     machine = isinstance(error, OSError | MemoryError) or _OF_MACHINES & {kind.__name__ for kind in type(error).__mro__}
     if machine or isinstance(error, UserError | TrainingError) or not isinstance(error, Exception | SystemExit):

@@ -2,7 +2,7 @@
 
     layers: Annotated[int, within(1, 100_000)]
     outside(spec, "model")                         # {"layers": "model.layers=2000000 is more than 100000"}
-    checked("seq", 10**12, within(1, TOKENS))      # the same for an argument, raised
+    check_range("seq", 10**12, within(1, MAX_TOKENS))    # the same for an argument, raised
 
 The upper ends are far beyond any real use, and low enough that loops over a number end in reasonable time.
 """

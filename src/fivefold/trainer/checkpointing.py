@@ -46,7 +46,7 @@ class Checkpoints:
         self.saver = Saver(store, control, trainer.job.checkpoint, trainer.mesh.device)
         self.shapes = {parameter.name: parameter.shape for parameter in trainer.job.model.parameters()}
         self.data = trainer.sources.fingerprint
-        self.saved = 0  # the last step of which a save was begun, or that was loaded
+        self.saved = 0  # the last step that was loaded, or whose save was begun
         self.wait_reported = False  # that steps wait for the disk: reported once
         self.memory = MemoryCheckpointer(control, say)
         self.starts: list[RunStart] = []  # earlier starts of the run
@@ -181,7 +181,7 @@ class Checkpoints:
         return newest(self.store, self.control, self.say, usable)
 
     def go_back(self, checkpoint: Checkpoint) -> None:
-        """Rolls the trainer back to a checkpoint, and deletes those of later steps. Collective."""
+        """Rolls the trainer back to a checkpoint, and deletes the checkpoints of later steps. Collective."""
         self._load(checkpoint)
         self.saved = min(self.saved, checkpoint.step)  # steps that come again are saved again
         self.control.all_gather_values(True, bool)  # a barrier: all ranks have read it

@@ -246,7 +246,7 @@ _REPEAT_ADVICE = "a rank that is named again has bad memory or a bad device"
 
 
 class Corrupt(TrainingError):
-    """State or compute is known to be wrong. Checkpoints of step `suspect` and after may be damaged, too."""
+    """State or compute is known to be wrong. Checkpoints from step `suspect` on may also be damaged."""
 
     def __init__(self, sentence: str, suspect: int):
         super().__init__(sentence)
@@ -283,7 +283,7 @@ class CorruptionChecks:
         self.data_failed: Callable[[], bool] = lambda: False  # whether this rank could not read its data
         self.partner_of = replay_partners(engine.job.layout) if self.watch.replay else {}
         self.partner_digest: Tensor | None = None  # of the gradients of the partner's microbatch in this step
-        self.last_replayed = -1  # the last step of which gradients were compared, or that was loaded
+        self.last_replayed = -1  # the last step that was loaded, or whose gradients were compared
         self.unreplicated: UnreplicatedState | None = None
         self.last_equal = -1  # the last step after which all replicas were equal, or that was loaded
 

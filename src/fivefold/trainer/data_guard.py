@@ -60,7 +60,7 @@ class DataGuard:
         }
 
     def begin(self, done: int, samples: int) -> None:
-        """Starts to hash; `done` and `samples` are those of earlier starts."""
+        """Starts to hash; earlier starts have made `done` steps and read `samples` samples."""
         self.done, self.samples = done, samples
         for checker in self.checkers.values():
             checker.start()
@@ -95,7 +95,7 @@ class DataGuard:
         return STOP_FOR_DATA if self.findings else 0.0
 
     def finish(self) -> None:
-        """Hashes the data that steps have read, also those of earlier starts, and that is not hashed yet."""
+        """Hashes the data that steps of this and earlier starts have read, where it is not hashed yet."""
         checkers = self.checkers.values()
         self.close()
         if not all(checker.done for checker in checkers):
@@ -149,7 +149,7 @@ class DataGuard:
         return f"; no step has read it, and step {self._step(min(later))} would be the first" if later else ""
 
     def _readers(self, finding: Finding, samples: int) -> list[int]:
-        """The samples that read the bytes of a finding, to the end of the epoch after that of sample `samples`."""
+        """The samples that read the bytes of a finding, up to the end of the epoch after sample `samples`."""
         split, seq, seed = self.sources.train, self.job.data.seq, self.job.data.seed
         count, readers = windows(split.tokens, seq), []
         for begin, end in finding.ranges:

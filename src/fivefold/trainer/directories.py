@@ -41,7 +41,7 @@ class Owners(msgspec.Struct, frozen=True):
     """The runs that have trained in a directory, the last one last."""
 
     runs: list[str]
-    seal: str  # their sha256: a damaged name could be that of another run
+    seal: str  # their sha256: a damaged name could be another run's
 
     @classmethod
     def of(cls, runs: list[str]) -> "Owners":
@@ -145,7 +145,7 @@ def _job_name(job: Job) -> str:
 
 
 def home(job: Job, directory: Path) -> Place:
-    """The place of checkpoints and the list of runs: the run's directory, or that of its name below checkpoint.url."""
+    """Where checkpoints and the list of runs are: the run's directory, or its name below checkpoint.url."""
     return remote_of(job.checkpoint.url) / directory.name if job.checkpoint.url else directory
 
 

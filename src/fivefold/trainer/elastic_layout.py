@@ -78,7 +78,7 @@ class ElasticLayout:
 
 
 def choose(job: Job, ranks: int, per_node: int) -> ElasticLayout:
-    """The layout of the job on so many ranks, `per_node` of which share a machine.
+    """The layout of the job on so many ranks, with `per_node` on each machine.
 
     Raises UserError if no layout is within `elastic.least` and `elastic.fixed`.
     """

@@ -60,7 +60,7 @@ class Ledger(TorchDispatchMode):
     """Counts while it is entered, and begins with the tensors of the engine's state, which exist by then."""
 
     def __init__(self, engine: Engine, counter: TrafficCounter | None = None):
-        """`counter` counts every operator, too: two nested dispatch modes would take twice the time."""
+        """`counter` also counts every operator: two nested dispatch modes would take twice the time."""
         super().__init__()
         self.engine, self.counter = engine, counter
         self.held = self.peak = self.moment_peak = 0
@@ -183,7 +183,7 @@ class Counted:
 
     The first step also allocates what later ones reuse.
 
-    The counters are those of the dry run, and must agree with it.
+    The dry run uses the same counters, and must agree.
     """
 
     def __init__(self, engine: Engine, mesh: Mesh, enabled: bool, steps: int):

@@ -26,7 +26,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The load of experts in a step. Each token counts as often as it visits experts."""
 
     fullest: float  # tokens of the most loaded expert of any layer, over the mean of its layer
-    entropy: float  # of the tokens over a layer's experts, divided by that of an even load; the mean over layers
+    entropy: float  # of the tokens over a layer's experts, relative to an even load; the mean over layers
     balance_loss: float | None = (
         None  # per sequence, the mean over layers, before its factor; 1: even. None: turned off
     )
@@ -47,7 +47,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def evenness(layer: list[int]) -> float:
-    """The entropy of a layer's load divided by that of an even one: 0 if one expert gets all, 1 if all get the same."""
+    """The entropy of a layer's load relative to an even load: 0 if one expert gets all, 1 if all get the same."""
     shares = [tokens / sum(layer) for tokens in layer if tokens]
     return sum(-share * math.log(share) for share in shares) / math.log(len(layer)) if len(layer) > 1 else 1.0
 
@@ -129,7 +129,7 @@ def _number(value: float | None) -> str:
 
 @runtime_checkable
 class Deciding(Protocol):
-    """A listener that gets decisions, too."""
+    """A listener that also gets decisions."""
 
     def on_decision(self, record: StepDecision) -> None: ...
 
@@ -149,10 +149,10 @@ class Listener(Protocol):
 Record = Step | Evaluation | StepDecision | Judged  # the last in decisions.jsonl alone
 METRICS_FILE = "metrics.jsonl"
 _CRC_FIELD = re.compile(rb',"crc":"([0-9a-f]{8})"}\n?\Z')
-MAX_FILE_BYTES = 1 << 32  # bytes of a file that are read at most, since another process may have written it
-RECENT_BYTES = 1 << 26  # bytes at its end that are shown: some 150,000 steps
-_MAX_LINE_BYTES = 1 << 22  # bytes
-_MAX_WAITING_BYTES = 1 << 24  # bytes of records that wait in memory for free disk space
+MAX_FILE_BYTES = 1 << 32  # a limit, since another process may have written the file
+RECENT_BYTES = 1 << 26  # at the end of the file: some 150,000 steps
+_MAX_LINE_BYTES = 1 << 22
+_MAX_WAITING_BYTES = 1 << 24  # of records that wait in memory for free disk space
 
 
 def to_line(record: Record) -> bytes:
@@ -199,9 +199,9 @@ def read(path: Path, most: int = MAX_FILE_BYTES) -> Iterator[tuple[bytes, Record
 
 
 def read_recent(path: Path, most: int = RECENT_BYTES) -> tuple[list[Record | None], int]:
-    """(records of the file's last `most` bytes, bytes before them that were left out); None for each damaged line.
+    """(records of the file's last `most` bytes, the number of bytes before them); None for each damaged line.
 
-    For what a person looks at: a long file would take minutes.
+    For commands that show a run: reading a long file would take minutes.
     """
     try:
         raw = open_regular(path)
@@ -246,8 +246,8 @@ def trim(path: Path, step: int, most: int = MAX_FILE_BYTES) -> tuple[list[Step],
 class MetricsFile:
     """Writes each record at once, so that a killed run keeps what it had.
 
-    Records that cannot be written wait in memory, and training continues. `lost` counts those that did not fit there
-    either, or that were deleted.
+    Records that cannot be written wait in memory, and training continues. `lost` counts the records that did not fit
+    into memory either, or were deleted.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None] = lambda _: None):

@@ -24,7 +24,7 @@ _WITNESSES = (
 
 
 def replica_axes(axes: Sequence[str], layout: Layout) -> ReplicaAxes:
-    """Those of the axes that have more than one rank."""
+    """The axes that have more than one rank."""
     return tuple(sorted({axis for axis in axes if axis and layout.size(axis) > 1}))
 
 
@@ -135,7 +135,7 @@ def corruption_verdict(partner_of: Mapping[int, int], digests: ReplayDigests) ->
     persistent: set[int] = set()
     ambiguous: set[int] = set()
     for pair in persistent_pairs:
-        # Who differs from two others is wrong, unless the other rank of the pair does, too.
+        # Who differs from two others is wrong, unless the other rank of the pair also does.
         in_two_pairs = {rank for rank in pair if sum(rank in other for other in persistent_pairs) > 1}
         if len(in_two_pairs) == 1:
             persistent |= in_two_pairs

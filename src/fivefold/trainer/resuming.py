@@ -1,7 +1,7 @@
 """Resuming a run: `fivefold train runs/first`, and a start by hand whose job has the name of an earlier run.
 
 job = job_of_run(Path("runs/first"), ["train.steps=80"])     # the job of that directory, changed
-refused(Path("runs/first"), job, sources, named=True)        # why the run cannot continue with it
+resume_refusals(Path("runs/first"), job, sources, named=True)    # why the run cannot continue with it
 """
 
 import copy
@@ -98,9 +98,9 @@ def directory_named(run: Place | None, job: Job) -> Path | None:
 
 
 def job_of_run(directory: Place, words: Sequence[str] = ()) -> Job:
-    """The job of a run's directory, with KEY=VALUE changes; for a URL, that of the newest checkpoint.
+    """The job of a run's directory, with KEY=VALUE changes; for a URL, the job of the newest checkpoint.
 
-    Its run.dir and run.name are those of the directory, which may have been moved or renamed.
+    run.dir and run.name are set to the directory, which may have been moved or renamed.
     """
     places = ("run=", "run.name=", "checkpoint.url=" if isinstance(directory, RemotePlace) else "run.dir=")
     if moved := [word for word in words if word.startswith(places)]:
@@ -132,14 +132,14 @@ def job_of_run(directory: Place, words: Sequence[str] = ()) -> Job:
         layout["schedule"] = str((directory / SCHEDULE_FILE).absolute())
     try:
         resolve(copy.deepcopy(table), stored=True)
-    except UserError as error:  # what may not be imported may be replaced, too
+    except UserError as error:  # what may not be imported may also be replaced
         if {*error.codes} != {"plugin.untrusted"} or not any(word.startswith(NAMING_PREFIXES) for word in words):
             raise UserError(error.framed(f"{directory / JOB_FILE}: ")) from None
     return resolve(table, words, stored=True)
 
 
 def model_with_experts(directory: Path) -> ModelSpec | None:
-    """The model of a run's directory, if it has experts: of plugins only those of its pattern have to be here."""
+    """The model of a run's directory, if it has experts. Only the plugins of its pattern have to be here."""
     own = {key: value for key, value in _table(directory).items() if key == "model"}
     if isinstance(model := own.get("model"), dict) and not model.keys() & {"experts", "preset", "config"}:
         return None
@@ -180,7 +180,7 @@ def _table(directory: Path) -> dict[str, Any]:
             ) from None
         return msgspec.to_builtins(stored_job(newest))
     except UserError as error:
-        way_out = f"repair or delete it: {newest.path} has the job, too" if newest else "repair it"
+        way_out = f"repair or delete it: {newest.path} also has the job" if newest else "repair it"
         raise UserError(error.framed(after=f"; {way_out}")) from None
 
 
@@ -219,14 +219,14 @@ def misbegun(job: Job, sources: Splits) -> list[str]:
     """Why a new run cannot start from the weights that its job names."""
     if not job.run.weights:
         return []
-    way_out = "run.weights=RUN takes those of another run, and run.weights= random ones"
+    way_out = "run.weights=RUN starts from another run's weights, and run.weights= from random ones"
     try:
         weights = find(job.run.weights)
         before = stored_job(weights)
     except UserError as error:
         return error.framed(f"run.weights={job.run.weights}: ", f"; {way_out}")
     if other := [str(change) for change in changes(before, job) if change.rule == NEVER]:
-        return [f"run.weights={job.run.weights} are those of another model: {', '.join(other[:6])}; {way_out}"]
+        return [f"run.weights={job.run.weights} belong to another model: {', '.join(other[:6])}; {way_out}"]
     return _foreign(run_of(weights), sources)
 
 
@@ -236,7 +236,7 @@ def _foreign(run: Place, sources: Splits) -> list[str]:
         return []
     if (run / HF_CONFIG).is_file() and not (run / TOKENIZER_FILE).is_file():
         warnings.warn(
-            Note(f"{run} has no {TOKENIZER_FILE}: nothing shows whether these tokens are those of its model"),
+            Note(f"{run} has no {TOKENIZER_FILE}: nothing shows whether its model has these tokens"),
             stacklevel=2,
         )
     return [

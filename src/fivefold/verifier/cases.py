@@ -18,7 +18,7 @@ pipeline also ep, ZeRO, sp and kinds of cp) chosen such that every pair occurs.
 The requested model runs on all of them; `deepen` gives it more layers where it has too few for the stages. Its
 `variants`, each a known way to go wrong, run on a small sample of layouts in which every pair of settings occurs; kinds
 of attention and unlike layers share one such sample, as do the variants of a mixture, in which the variant is a
-setting. A dense model is proven with experts, too (`mixture`). A pattern that was written down is that of all variants:
+setting. A dense model is also proven with experts (`mixture`). A pattern that was written down is kept in all variants:
 who writes one wants its blocks proven. Variants that none of them would notice are left out.
 """
 
@@ -102,7 +102,7 @@ def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int, *, deepen: 
 
 
 def _group_key(layout: Layout, spec: ModelSpec) -> object:
-    """The settings that a layout shares with its group, of which one layout is enough."""
+    """The settings that a layout shares with its group; proving one layout of a group is enough."""
     degrees, schedule, sharded = tuple(layout.degrees.values()), layout.schedule, (layout.zero, layout.replicate)
     if spec.experts is None:
         return layout if layout.pp == 1 else (degrees, schedule, sharded)
@@ -311,7 +311,7 @@ def _pairs(layout: Layout, variant: str = "") -> set[object]:
 
 # ---- batches --------------------------------------------------------------------------------------------------------
 # A job's own data where it names any, and otherwise random data from a seed. Random batches of proofs are as irregular
-# as real data can be; those of benchmarks are plain.
+# as real data can be; benchmarks use plain data.
 #
 # Tokens are uniform, so that every row of the vocabulary occurs. Loss masks are unequal: samples keep between a tenth
 # and all of their targets, one keeps none, and in every second step one data-parallel rank has no target at all, a

@@ -108,7 +108,7 @@ class PlainMoE(nn.Module):
         return F.linear(tokens.to(dtype), self.router.weight.to(dtype), bias)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """[n, X] -> [n, K] the experts of each token: the best by these scores, or those of another run."""
+        """[n, X] -> [n, K] the experts of each token: the best by these scores, or the choice of another run."""
         best = self._top_k_experts(scores)
         chosen = best if self.replayed is None else self.replayed.flatten(0, 1).to(scores.device)
         self.mismatched = int((best.sort(-1).values != chosen.sort(-1).values).any(-1).sum())

@@ -49,7 +49,7 @@ from fivefold.verifier.reference import Reference
 from fivefold.verifier.verdict import RankMeasurement, RoutedLayer
 
 # ---- routing --------------------------------------------------------------------------------------------------------
-# Compares the experts that the ranks of a layout send each token to with those of the reference.
+# Compares the experts to which a layout's ranks send each token with the reference's choice.
 #
 # A token is identified by its sample and its position. Every layer must send it to the experts that one process sent it
 # to, and over all ranks exactly once. In float64 ranks choose for themselves. In narrower dtypes a rounding can decide

@@ -78,9 +78,9 @@ def verify(
         >>> ff.verify(everything=True, world=2, sample=1).ok
         True
 
-    Starts the ranks on this machine, on `device` cpu or cuda; those of one layout have `timeout` seconds. `changes` are
-    settings of the job, KEY=VALUE; `steps` of a `batch` of so many sequences of `seq` tokens, random ones or those of
-    the data that the job names, train `model`, a preset or an object, in `dtype`. `hook` names a function that each
+    Starts the ranks on this machine, on `device` cpu or cuda; each layout has `timeout` seconds. `changes` are settings
+    of the job, KEY=VALUE; `steps` of a `batch` of so many sequences of `seq` tokens, random or from the data that the
+    job names, train `model`, a preset or an object, in `dtype`. `hook` names a function that each
     rank calls first. `sample` takes so many of the layouts, chosen to meet every pair of settings; `jobs` of them run
     at a time. `repeat` proves each so often, by ranks that stay up: for what happens once in a hundred times.
     `progress` is called with how many layouts are done, of how many, and which one is next.
@@ -238,7 +238,7 @@ class Judge:
             with ThreadPoolExecutor(worlds) as pool:
                 try:
                     list(pool.map(_PersistentRanks.run, all_ranks))
-                finally:  # after Ctrl-C the other worlds stop, too, when their ranks report next
+                finally:  # after Ctrl-C the other worlds also stop, when their ranks report next
                     for ranks in all_ranks:
                         ranks.stopped = True
         done = {number: verdict for ranks in all_ranks for number, verdict in ranks.done.items()}
@@ -390,7 +390,7 @@ class CurveResult(Result):
     alone: list[float | None]
     control: list[float | None]
     in_layout: list[float | None]
-    same_start: bool  # the layout's initial weights are those of the single process, bit for bit
+    same_start: bool  # the layout's initial weights equal the single process's, bit for bit
     rounding: float  # of the dtype: the distance from 1 to the next number
 
     @property
