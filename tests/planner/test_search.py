@@ -259,7 +259,7 @@ def test_a_long_schedule_is_counted_on_from_its_steady_state() -> None:
         (EIGHT, {"tp": 8, "dp": 2}, "take 16 ranks"),
         (EIGHT, {"schedule": "gpipe"}, "is not searched"),
         (EIGHT, {"microbatches": 7}, "does not divide the batch of 128; nearest: microbatches=8 or 4"),
-        (EIGHT, {"replicate": 2}, "replicate=2 copies the shards of zero=3; fix zero=3, too"),
+        (EIGHT, {"replicate": 2}, "replicate=2 copies the shards of zero=3; also fix zero=3"),
         (
             EIGHT,
             {"replicate": 3, "zero": 3},

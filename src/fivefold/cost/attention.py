@@ -46,7 +46,7 @@ from fivefold.support.tuple_arithmetic import plus, scaled
 # everything and the lower triangle: anything else takes several calls, whose results are merged.
 
 
-Side = Literal["own", "earlier", "later"]  # whose keys a rank looks at: its own, or those of a rank before or after it
+Side = Literal["own", "earlier", "later"]  # whose keys a rank reads: its own, or an earlier or later rank's
 KEY_SIDES: tuple[Side, ...] = ("own", "earlier", "later")
 
 STRIPE_TOKENS = (1, 128, 1024)  # tokens of a piece
@@ -215,7 +215,7 @@ class KernelTime(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """One layer's attention over sequences of one length. The cp degree is that of `topology.layout`."""
+    """One layer's attention over sequences of one length, with the cp degree of `topology.layout`."""
 
     seq: int
     heads: int  # of one tp rank, and kv heads likewise
@@ -331,7 +331,7 @@ def ring(layer: LayerAttention, split: SequenceSplit | None = None) -> Method:
     forward, backward, ring_wait = 0.0, layer.send(pair_grads), 0.0
     for step in range(c):
         behind = (slower if step in busy else own if not step else KernelTime()).both
-        # While a rank works with some keys they travel on, and so does the gradient of those of the step before.
+        # While a rank works with some keys, they travel on, as does the gradient of the previous step's keys.
         pair_sent = pair * (step < c - 1)
         wait_forward = max(0.0, layer.send(pair_sent) - behind.forward)
         wait_backward = max(0.0, layer.send(pair_sent, pair_grads * (step > 0)) - behind.backward)

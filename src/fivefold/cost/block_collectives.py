@@ -46,7 +46,7 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockCollectives(RoutedTokens):
-    """What one rank sends for one microbatch in one block. Axes of one rank are listed, too: folds leave them out.
+    """What one rank sends for one microbatch in one block. Axes of one rank are also listed; folds leave them out.
 
     Tensor parallelism is Megatron-LM's (arXiv 1909.08053, section 3; with sp 2205.05198, section 4.2), and carries
     BSE elements: the row-parallel linears (o, down) sum their outputs forward, the column-parallel groups (q, k, v;
@@ -246,7 +246,7 @@ class BlockCollectives(RoutedTokens):
         return Collective(when, what, "ep", kind, 1, payload)
 
     def _rows(self, when: When, what: str, going: int) -> Collective:
-        """An all-to-all of rows, of which `going` are this rank's; the payload is the larger side."""
+        """An all-to-all of rows; this rank sends `going` of them. The payload is the larger side."""
         row = self.spec.hidden * self.compute_bytes
         return self._ep(when, what, "all-to-all", max(self.rows) * row)._replace(sent=(going - self.rows.kept) * row)
 

@@ -37,7 +37,7 @@ def maximum(first: Number, second: Number) -> Number:
 
 
 def exposed_seconds(seconds: Number, behind: Number, overlap_fraction: float) -> Number:
-    """Exposed seconds of a collective, of which `overlap_fraction` can hide behind `behind` seconds of compute."""
+    """Exposed seconds of a collective if `overlap_fraction` of it can hide behind `behind` seconds of compute."""
     return seconds - overlap_fraction * minimum(seconds, behind)
 
 
@@ -175,7 +175,7 @@ class PipelineForm(NamedTuple):
 
     def seconds(self, slowest: Number, total: Number, send: Number, overlap_fraction: float) -> Number:
         """Approximate makespan. A microbatch takes `slowest` seconds of the busiest rank and `total` of all ranks; a
-        message takes `send`, of which `overlap_fraction` hides behind compute.
+        message takes `send`, and `overlap_fraction` of it hides behind compute.
 
         The busiest rank computes all m microbatches. It idles while the first of them comes to it and the last leaves
         it, each through one chunk of every other rank: (total - slowest) / chunks, of which the schedule leaves `fill`.

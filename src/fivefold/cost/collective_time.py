@@ -190,7 +190,7 @@ def _reaches(
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------
-# Links under the protocol of small messages, which is what a decode step sends.
+# Links under NCCL's protocol for small messages, as a decode step sends them.
 
 
 # NCCL's LL protocol has these latencies a hop where Simple, which the catalogue has for training, has
@@ -209,7 +209,7 @@ def with_small_message_links(topology: Topology) -> Topology:
 
 
 def _small_message_link(link: Link) -> Link:
-    """A link of the catalogue for small messages; measured latencies are what they are."""
+    """A link of the catalogue, for small messages; links with measured latencies are left as they are."""
     if link.latency not in LL_LATENCY:
         return link
     return structs.replace(link, latency=LL_LATENCY[link.latency], bandwidth=LL_BANDWIDTH * link.bandwidth)

@@ -168,5 +168,5 @@ def mla_up_projections(operations: BlockOperations, tokens: int) -> list[tuple[i
 
 
 def mean_head_dim(software: SoftwareProfile, scores: Scores) -> float:
-    """The mean of the head dims of q k^T and of the product with v, each of which is half of attention's FLOPs."""
+    """The mean of the head dims of q k^T and of the product with v; each is half of attention's FLOPs."""
     return scores.head_dim if software.pads_values else (scores.head_dim + scores.v_dim) / 2

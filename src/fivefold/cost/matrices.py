@@ -25,7 +25,7 @@ class Exchanged(NamedTuple):
     """Bytes of a collective over the stage's ranks."""
 
     kind: Literal["all-to-all", "all-gather"]
-    payload: int  # what a rank keeps for itself is in that of an all-gather alone
+    payload: int  # includes what a rank keeps for itself only for an all-gather
     sent: int
 
 
@@ -40,7 +40,7 @@ class MatrixCost:
     def of(
         cls, spec: ModelSpec, layout: Layout, seq: int, dtype: str, config: OptimizerConfig, at: RankCoords
     ) -> "MatrixCost":
-        """Of the rank at these coordinates, of which `pp` and `stage` are asked."""
+        """The cost on the rank at these coordinates; only `pp` and `stage` matter."""
         if config.unit == "element":
             return NO_MATRICES
         return _cost(spec, layout, seq, dtype, config, RankCoords(pp=at.pp, stage=at.stage))

@@ -375,14 +375,14 @@ class Travel:
 # sequences of 16,384, 335 and 277 at 32,768, 368 and 320 at 65,536, 389 and 357 at 131,072 (Megatron-MoE-ModelZoo,
 # best_practice/qwen3/readme.md). Under this planner's costs these are ranks with 1.50 to 1.75 times the mean.
 IMBALANCE = 1.6
-MEASURED_EXPERTS_PER_RANK = 16  # experts of a rank in these runs
+MEASURED_EXPERTS_PER_RANK = 16  # in these runs
 IMBALANCE_SOURCE = (
     f"by four published pairs of even and real routing with {MEASURED_EXPERTS_PER_RANK} experts a rank (ep=8)"
 )
 
 
 def imbalance_caveat(spec: ModelSpec, ep: int, imbalance: float) -> str:
-    """Where the default is of ranks with fewer experts: that it is likely too much. By how much nobody published."""
+    """A caveat if ranks have more experts than the default was measured with: it is likely too high."""
     if (
         spec.experts is None
         or imbalance != IMBALANCE

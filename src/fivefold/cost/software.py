@@ -22,7 +22,7 @@ from fivefold.spec.operations import Parameter
 
 
 class ExpertKernels(Struct, frozen=True, kw_only=True):
-    """Bytes are those of 2-byte activations; a slot is one visit of a token to an expert."""
+    """Bytes with 2-byte activations; a slot is one visit of a token to an expert."""
 
     grouped: bool = True  # one kernel for all experts of a rank; else one after the other
     rearranged: tuple[float, float] = (4.0, 4.0)  # bytes per slot and feature of one rearranging, forward and backward
@@ -105,7 +105,7 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
     host_step: float = 0.0  # seconds of a step that neither compute nor collectives explain
     weight_bytes: int = 2  # of a weight in compute; ZeRO 3 gathers so many
     gradient_bytes: int = 4  # of a gradient when it is added up and reduced
-    accumulate_bytes: float = 0.0  # that a kernel of its own moves per weight to add up its gradient; 0: the GEMM adds
+    accumulate_bytes: float = 0.0  # that a separate kernel moves per weight to add up its gradient; 0: the GEMM adds
     lazy_gradients: bool = False  # they take memory from the first backward pass on
     step_bytes: float = 12.0  # that a step moves per parameter besides state and gradient: norm, zeroing, new weight
     states: float = len(AdamW.states)  # of the optimizer, per parameter

@@ -2,9 +2,9 @@
 
     expected_traffic(spec, layout, seq=4096, batch=512, dtype="bfloat16")     # rows: axis, kind, calls, payload, wire
     expected_traffic(..., coords=RankCoords.of(layout, rank=5))               # of another rank than rank 0
-    layer_collectives(spec, layout, seq=4096, batch=512, dtype="bfloat16", layer=17)     # those of one layer, in order
+    layer_collectives(spec, layout, seq=4096, batch=512, dtype="bfloat16", layer=17)     # of one layer, in order
 
-The blocks' part is that of `cost/block_collectives.py`, once for each microbatch and layer. Here is the rest of a step:
+The blocks' part comes from `cost/block_collectives.py`, once for each microbatch and layer. Here is the rest of a step:
 embedding and head, pipeline messages, gradients and weights, and a few scalars.
 
 Textbook cases: dp, one all-reduce of the weights' M bytes, 2M(N-1)/N on the wire; ZeRO 3 with one microbatch,
@@ -35,13 +35,13 @@ from fivefold.support.dtypes import DTYPE_BYTES, wide_bytes
 
 
 class _CollectiveRow(NamedTuple):
-    """`calls` collectives of one kind over one axis. Axes of one rank are listed, too, and left out at the end."""
+    """`calls` collectives of one kind over one axis. Axes of one rank are also listed, and left out at the end."""
 
     axis: str
     kind: Kind
     calls: int
     payload: int  # bytes of one call
-    sent: int | None = None  # of which to other ranks, where these get unlike shares
+    sent: int | None = None  # bytes of the payload to other ranks, if they get unequal shares
     per_microbatch: bool = False  # of gradients and weights: every microbatch has its share of the calls
 
 
@@ -418,7 +418,7 @@ class _LayerCollectives(NamedTuple):
                 yield Collective("once a step", what, row.axis, row.kind, row.calls, row.payload)
 
     def _reduced(self, when: When, rows: Iterable[_CollectiveRow]) -> Iterator[Collective]:
-        """Adjacent rows over the same axis, of the same kind and payload, are one: those of tp are one a parameter."""
+        """Merges adjacent rows of the same axis, kind and payload: tp has one per parameter."""
         called = (row for row in rows if row.calls)
         for (axis, kind), group in groupby(called, key=lambda row: (row.axis, row.kind)):
             payloads = [row.payload for row in group]

@@ -7,7 +7,7 @@ of dimensions: `dp_cp` is dp x cp. Hybrid sharding divides dp once more, into `r
 Experts factor the same ranks differently: the ranks of a stage, dp x cp x tp, are `replicate` x `efsdp` x `ep` in a
 second grid, and experts are sharded over `ep`. A grid lists factors, slowest first; each factor is an attribute of the
 layout, and their product is the world. The readers of the table (the mesh, the traffic counter, the planner) take every
-axis that is in it; those of `EXPERT_AXES` only for a model that has experts.
+axis that is in it; `EXPERT_AXES` only for a model that has experts.
 
 To add an axis: a field, its place in `RANK_ORDER`, a line in `AXES`, and its name in the compound axes that it joins.
 """

@@ -82,7 +82,7 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def record(self) -> ScheduleInfo:
-        """The facts of its schedule; raises if there is none of that name."""
+        """The facts of its schedule; UserError if no schedule has that name."""
         return record_of(self.schedule)
 
     @property
@@ -215,5 +215,5 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.zero == 3 and self.has_copies(spec)
 
     def has_copies(self, spec: ModelSpec) -> bool:
-        """Whether ranks hold the same parameters, which ZeRO can shard: dense ones, or those of experts."""
+        """Whether ranks hold the same parameters, dense or of experts, which ZeRO can shard."""
         return bool(has_copies(self, spec))

@@ -43,7 +43,7 @@ MAX_GATHERED_ELEMENTS = 4 * MAX_BATCH_ELEMENTS  # elements that an all-gather br
 
 
 class Matrix(NamedTuple):
-    """One matrix of a parameter: all of its rows, or those of one expert."""
+    """One matrix of a parameter: all of its rows, or one expert's."""
 
     parameter: Parameter
     rows: range
@@ -103,7 +103,7 @@ class Gather:
     """The all-gathers of the updates of consecutive rounds, the same on every rank."""
 
     parts: list[list[Part]]  # by owner: whole matrices, one after the other
-    length: int  # elements of the owner that has most; those of others are padded to it
+    length: int  # elements of the owner that has most; the others' are padded to it
 
     @property
     def calls(self) -> list[range]:

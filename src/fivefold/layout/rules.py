@@ -126,7 +126,7 @@ def both_ends(of: Any) -> Any:
 
 
 def has_copies(of: Any, spec: ModelSpec) -> Any:
-    """Whether ranks hold the same parameters, which ZeRO can shard: dense ones, or those of experts."""
+    """Whether ranks hold the same parameters, dense or of experts, which ZeRO can shard."""
     dense = of.size("dp_cp") > 1
     return dense if spec.experts is None else dense | (of.size("expert_dp") > 1)
 
@@ -210,12 +210,12 @@ OF_THE_REST = [code for code in RULES if code not in OF_EXPERTS]
 
 
 def legal(of: Any, given: Given, codes: Iterable[str] = RULES) -> Any:
-    """Whether every rule holds, or these: of a `Layout` or of `Layouts`, the schedule of which exists."""
+    """Whether every rule (or these) holds for a `Layout` or `Layouts` whose schedule exists."""
     return reduce(operator.and_, (RULES[code](of, given) for code in codes), True)
 
 
 def problems(layout: Any, given: Given) -> list[Problem]:
-    """What is wrong with one layout, the numbers of which are in the ranges of their fields."""
+    """What is wrong with one layout whose numbers are in the ranges of their fields."""
     said: list[Problem] = []
     for code, holds in RULES.items():
         asked = not any(problem.code.startswith(CHECKED_AFTER.get(code, ())) for problem in said)

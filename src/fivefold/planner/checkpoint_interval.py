@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Failures(NamedTuple):
-    """How often a job fails, and what failures and saves cost it, in seconds."""
+    """How often a job fails, and what failures and saves cost, in seconds."""
 
     between: float  # two failures of the whole job, on average
     blocked: float  # steps, by a save
@@ -31,12 +31,12 @@ class Failures(NamedTuple):
         return self.detect + self.restart + self.reload
 
     def cycle(self, interval: float) -> float:
-        """Seconds from save to save: one waits until the one before is written."""
+        """Seconds from save to save: a save waits until the previous one is written."""
         return max(interval + self.blocked, self.writing)
 
 
 def expected_seconds(work: float, interval: float, it: Failures) -> float:
-    """Seconds that `work` seconds of steps take on average; inf where they come to no end."""
+    """Expected seconds for `work` seconds of steps; inf if they never end."""
     mean, interval = it.between, min(interval, work)
     try:
         each = mean * math.exp((it.down + it.writing) / mean) * math.expm1(it.cycle(interval) / mean)
@@ -50,7 +50,7 @@ def young_interval(it: Failures) -> float:
 
 
 def daly_interval(it: Failures) -> float:
-    """His higher-order estimate; it does not hold for a save that blocks for longer than 2 M."""
+    """Daly's higher-order estimate; not valid if a save blocks for longer than 2 M."""
     ratio = it.blocked / (2 * it.between)
     return young_interval(it) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - it.blocked if ratio < 1 else it.between
 
@@ -65,7 +65,7 @@ def best_interval(it: Failures) -> float:
 
 
 def best_steps(step: float, max_steps: int, it: Failures) -> int:
-    """The same in whole steps, from 1 to `max_steps`, in two digits: the curve is flat there."""
+    """The same in whole steps, from 1 to `max_steps`, rounded to two digits: the curve is flat there."""
     exact = best_interval(it) / step
     if exact >= max_steps:
         return max(1, max_steps)

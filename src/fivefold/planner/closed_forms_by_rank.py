@@ -184,5 +184,5 @@ def closed_by_kind(
 
 
 def combine_kinds(spec: ModelSpec, parts: Sequence[Closed]) -> Closed | UnlikeClosed:
-    """The closed form of a model from those of its kinds of layer, in the order of `spec.counted()`."""
+    """Combines the closed forms of a model's kinds of layer, given in the order of `spec.counted()`."""
     return parts[0] if len(parts) == 1 else UnlikeClosed(dict(zip(spec.counted(), parts, strict=True)))

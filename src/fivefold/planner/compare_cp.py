@@ -75,7 +75,7 @@ def ring_or_gather_by_length(case: LayerAttention) -> list[AnswerFrom[ContextKin
 
 
 def ring_hidden_by_length(case: LayerAttention) -> list[AnswerFrom[bool]]:
-    """Whether attention hides every send of a ring but that of the last gradient."""
+    """Whether attention hides every send of a ring except the last gradient's."""
     return _over_lengths(case, lambda at_length: ring(at_length).ring_wait == 0)
 
 
@@ -91,7 +91,7 @@ class Degree(NamedTuple):
 
 
 def by_degree(case: LayerAttention, max_ranks: int) -> list[Degree]:
-    """The same sequence over 2, 4, 8, ... ranks, as far as there are any and it divides; and over as many as asked."""
+    """The same sequence over 2, 4, 8, ... ranks, up to `max_ranks` and as far as it divides; and over `case.ranks`."""
     doubled = {1 << power for power in range(1, max_ranks.bit_length())}
     fits = sorted(c for c in doubled | {case.ranks} if c <= max_ranks and case.seq % (2 * c) == 0)
     return [
@@ -117,7 +117,7 @@ class ContextResult(Result):
 
     @cached_property
     def splits(self) -> list[dict[str, Any]]:
-        """The ways to divide the tokens, with their balance and the time of a layer."""
+        """The ways to divide the tokens over ranks, with their balance and a layer's time."""
         return [
             {
                 "split": split.name,
@@ -227,7 +227,7 @@ class ContextResult(Result):
         return f"{first.kind}, {first.split.name}: {_ms_text(first.seconds)} ms per layer; {rest}{close}"
 
     def _why(self) -> str:
-        """What each kind pays beside attention itself."""
+        """What each kind costs besides attention itself."""
         reasons = []
         for kind, method in self.methods.items():
             if isinstance(method, UserError):
@@ -242,7 +242,7 @@ class ContextResult(Result):
         return "; ".join(reasons)
 
     def _tokens(self) -> str:
-        """The zigzag is what runs: another split must be clearly better to be named."""
+        """The best split of each kind. Zigzag is what runs, so another must be clearly better to be named."""
         parts = []
         for kind in ("ring", "allgather"):
             times = {row["split"]: row[f"{kind}_seconds"] for row in self.splits}
@@ -367,7 +367,7 @@ def _model_with_heads(
         return model if isinstance(model, ModelSpec) else preset(model or "llama3-405b")
     if model is not None:
         raise UserError(
-            f"model={model} has heads of its own, and heads={heads} is given; leave one of them out", "option.conflict"
+            f"model={model} already has heads, and heads={heads} is given; leave one of them out", "option.conflict"
         )
     kv, width = heads if kv_heads is None else kv_heads, 128 if head_dim is None else head_dim
     for name, value in {"heads": heads, "kv_heads": kv, "head_dim": width}.items():

@@ -33,7 +33,7 @@ ATTENTION_KERNELS = (*get_args(Attention)[2:], PEAK_KERNEL)
 
 
 class LengthRow(NamedTuple):
-    """One length with one attention kernel: by cp, the fastest layout that fits; None where none does."""
+    """One sequence length with one attention kernel: for each cp degree the fastest layout that fits, or None."""
 
     seq: int
     batch: int
@@ -45,7 +45,7 @@ class LengthRow(NamedTuple):
         return min(filter(None, self.by_cp.values()), key=lambda option: option.seconds, default=None)
 
     def slower(self, cp: int) -> float | None:
-        """Than the best, with this cp."""
+        """By what fraction this cp is slower than the best."""
         option = self.by_cp.get(cp)
         return option.seconds / self.best.seconds - 1 if option and self.best else None
 
@@ -141,7 +141,7 @@ def cp_by_length(
 
 
 def _cp_degrees(workload: Workload) -> Iterator[int]:
-    """Powers of two that leave a rank enough tokens."""
+    """The powers of two that leave each rank enough tokens."""
     cp = 1
     while cp <= workload.cluster.world and (
         cp == 1 or (workload.seq % (2 * cp) == 0 and workload.seq // cp >= FEWEST_TOKENS)
@@ -151,7 +151,7 @@ def _cp_degrees(workload: Workload) -> Iterator[int]:
 
 
 def _with_kernel(workload: Workload, kernel: str) -> Workload:
-    """Every attention of the workload by one kernel."""
+    """The workload with one kernel for all attention."""
     if not kernel:
         return workload
     name = ATTENTION_KERNELS[-2] if kernel == PEAK_KERNEL else kernel

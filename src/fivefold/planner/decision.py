@@ -39,8 +39,7 @@ Progress = Callable[[int, int, str], None]
 
 
 class Quantity(NamedTuple):
-    """Something of the question that may be otherwise: `change` makes a workload with so many times as much of it,
-    and `read` says how much a workload has."""
+    """A number of the question that is varied: `change` multiplies it in a workload, and `read` returns it."""
 
     name: str
     unit: str
@@ -50,7 +49,7 @@ class Quantity(NamedTuple):
 
 @dataclass(frozen=True)
 class TurningPoint:
-    """The choice holds up to `holds`, and is another at `turns`; None: no other up to there."""
+    """The choice stays the same up to `holds`, and is another at `turns`; None: it never changed."""
 
     name: str
     unit: str
@@ -65,7 +64,7 @@ class TurningPoint:
 
 
 def quantities(workload: Workload) -> list[Quantity]:
-    """Of unlike nodes the memory alone: which of their links would it be?"""
+    """For mixed nodes only the memory, since they have no common link."""
     quantities = [
         Quantity("memory of a device", "GB", lambda workload: _accelerator(workload).memory / 1e9, _scale_memory)
     ]
@@ -91,14 +90,14 @@ def _narrowest_link(workload: Workload) -> str:
 
 
 class OpenWorkload(NamedTuple):
-    """The question behind a choice: a workload whose layout is open, the ranking, and choices that are not free."""
+    """The question behind a choice: a workload whose layout is open, the ranking, and the fixed fields."""
 
     workload: Workload
     by: By
     fixed: dict[str, Any]
 
     def choice(self, workload: Workload) -> Option | None:
-        """As `plan` chooses; None where nothing fits."""
+        """What `plan` chooses; None if nothing fits."""
         try:
             result = search(workload, self.by, SURVIVORS if self.by == "throughput" else 1, **self.fixed)
         except UserError:
@@ -107,7 +106,7 @@ class OpenWorkload(NamedTuple):
 
 
 def turning_points(chosen: Option, question: OpenWorkload, progress: Progress | None = None) -> Iterator[TurningPoint]:
-    """For half and twice as much of each quantity. Where the choice changes, about where."""
+    """Halves and doubles each quantity; if the choice changes, bisects to about where."""
     workload = question.workload
     changes = [(quantity, factor) for quantity in quantities(workload) for factor in QUANTITY_FACTORS]
     for done, (quantity, factor) in enumerate(changes):
@@ -137,14 +136,14 @@ def _turning_point(chosen: Option, question: OpenWorkload, quantity: Quantity, f
 
 
 def _differs(layout: Layout, other: Option | None) -> bool:
-    """In more than the number of its microbatches."""
+    """Whether it differs in more than its microbatches."""
     if other is None:
         return True
     return structs.replace(layout, microbatches=1) != structs.replace(other.layout, microbatches=1)
 
 
 def _compare_with_staying(chosen: Option, other: Option) -> str:
-    """How the choice of now would do there."""
+    """How the present choice would do at the turning point."""
     workload, layout = other.workload, chosen.layout
     rows = workload.batch // layout.dp // chosen.workload.samples  # microbatches of the size of now
     if rows and workload.batch == rows * layout.dp * chosen.workload.samples:
@@ -181,7 +180,7 @@ def _scale_link(workload: Workload, factor: float) -> Workload:
 
 
 def _scale_batch(workload: Workload, factor: float) -> Workload:
-    """A multiple of the devices, where the batch was one."""
+    """Keeps the batch a multiple of the devices, if it was one."""
     unit = math.gcd(workload.batch, workload.cluster.world)
     return replace(workload, batch=max(unit, round(workload.batch * factor / unit) * unit))
 
@@ -195,7 +194,7 @@ def _with_accelerators(workload: Workload, changed: Callable[[Accelerator], Acce
 
 
 GB = 1e9
-MIN_SHOWN_BYTES = 4096  # bytes: a smaller payload has no row
+MIN_SHOWN_BYTES = 4096  # a smaller payload has no row
 NEGLIGIBLE_ERROR = 0.01  # between a shortcut and the exact figure
 NEGLIGIBLE_TIME = 5e-4  # of a step: a shorter cause has no row
 
@@ -231,7 +230,7 @@ class Decision(Result):
         return to_markdown(self.title, self.sections())
 
     def html(self) -> str:
-        """The same as a page of its own, with pictures."""
+        """The same as a self-contained page, with pictures."""
         plan = self.plan
         pictures = {"Memory": plan.drawn("memory"), "Traffic": plan.drawn("traffic"), "Time": plan.scene()}
         return to_page(self.title, self.sections(), pictures)
@@ -264,7 +263,7 @@ class Decision(Result):
         )
         rows = [
             ("devices", f"{workload.cluster.world:,} on {plural(workload.cluster.nodes, 'node')}"),
-            ("memory of a device", f"{card.memory / GB:.1f} GB, of which a plan fills {USABLE_FRACTION:.0%}"),
+            ("memory of a device", f"{card.memory / GB:.1f} GB; a plan fills {USABLE_FRACTION:.0%}"),
             ("link within a node", f"{card.inside.name}, {card.inside.bandwidth / GB:.4g} GB/s each way"),
             ("link between nodes", f"{card.across.name}, {card.across.bandwidth / GB:.4g} GB/s each way"),
             (f"peak in {workload.precision}", f"{_rate(card.rate(workload.precision) / 1e12)} TFLOP/s"),

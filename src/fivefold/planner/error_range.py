@@ -19,7 +19,7 @@ from fivefold.cost.step import Workload
 from fivefold.hardware import accelerators
 
 BANDS_FILE = Path(__file__).with_suffix(".toml")
-COVERAGE = 0.8  # of cases: a range is to hold in so many
+COVERAGE = 0.8  # the share of cases in which a range should hold
 IN_WORDS = "in 4 of 5 cases"
 LARGE_MODEL = 10e9  # parameters
 LARGE_CLUSTER = 512  # GPUs

@@ -65,14 +65,14 @@ class Neighbour(NamedTuple):
 
 
 def neighbours(option: Option) -> list[Neighbour]:
-    """What each single change would do."""
+    """The layouts one change away."""
     return [_evaluate_neighbour(option, change, layout) for change, layout in _changes(option.workload)]
 
 
 def nearest_fit(option: Option, searched: Sequence[Option] | None = None) -> Neighbour | None:
-    """Of the layouts one change away that fit, the quickest; where none does, the planner's choice, if there is one.
+    """The fastest layout one change away that fits; if none does, the planner's choice, if there is one.
 
-    `searched` are the fastest layouts of a search of the same workload, where the caller has made one.
+    `searched`: the fastest layouts of a search of the same workload, if the caller has made one.
     """
     if fitting := [neighbour for neighbour in neighbours(option) if neighbour.slower is not None]:
         return min(fitting, key=lambda neighbour: neighbour.slower or 0.0)
@@ -168,7 +168,7 @@ def _evaluate_neighbour(option: Option, change: str, layout: Layout) -> Neighbou
 
 
 def _what_grew(option: Option, needs: Footprint) -> str:
-    """Why it is too large: the part that grew most from an option that fits, or else its largest part."""
+    """Why it is too large: the part that grew most over an option that fits, else its largest part."""
     before, parts = option.footprint.parts, needs.parts
     grown = max(parts, key=lambda part: parts[part] - before.get(part, 0.0))
     now, was = (f"{size / 1e9:.1f}" for size in (parts[grown], before.get(grown, 0.0)))
@@ -241,7 +241,7 @@ def _with_experts(workload: Workload, stage: int) -> bool:
 
 
 def traffic(option: Option) -> list[AxisTraffic]:
-    """What `traffic_rank` sends, by axis and kind, within the node and across. Of experts' tokens: the mean."""
+    """What `traffic_rank` sends, by axis and kind, within the node and across. For experts' tokens, the mean."""
     workload, rank, rows = option.workload, traffic_rank(option), []
     topology = workload.block_cost_of(rank).topology
     dtype = dtype_of_bytes(workload.block_cost.activation_bytes)
@@ -265,7 +265,7 @@ def traffic(option: Option) -> list[AxisTraffic]:
 
 
 def _share_across_nodes(kind: str, reach: Reach | None, nodes: int) -> float:
-    """Of a rank's bytes, the share that goes to other nodes."""
+    """The share of a rank's bytes that goes to other nodes."""
     if (reach.nodes if reach else nodes) == 1:
         return 0.0
     if reach is None or kind == "send":
@@ -275,11 +275,9 @@ def _share_across_nodes(kind: str, reach: Reach | None, nodes: int) -> float:
     return 1 / reach.together  # a ring leaves a node once for each that it enters
 
 
-EQUAL_TIME = 0.03  # of a step
-NETWORK_TP_MARGIN = (
-    0.10  # likewise, of tp over a network: no run that judges the planner has it, so its times must win by more
-)
-MIN_BATCH_GAIN = 0.05  # more tokens per second: from here on another batch is worth a sentence
+EQUAL_TIME = 0.03  # of a step: a smaller difference counts as none
+NETWORK_TP_MARGIN = 0.10  # by which tp over a network must win, since no run that judges the planner has it
+MIN_BATCH_GAIN = 0.05  # in tokens per second, for another batch to be worth a sentence
 
 
 def complexity(option: Option) -> int:
@@ -291,7 +289,7 @@ def complexity(option: Option) -> int:
 
 
 def simplest(options: Sequence[Option]) -> Option:
-    """Of those within 3% of the fastest; within 10%, where the fastest has tp over a network and others have not."""
+    """The simplest within 3% of the fastest; within 10%, if the fastest has tp over a network and another has not."""
     first = min(options, key=lambda option: option.seconds)
     inside = [option for option in options if not option.workload.topology.across("tp")]
     if inside and first not in inside:

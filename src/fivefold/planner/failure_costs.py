@@ -16,7 +16,7 @@ GPUS_PER_SERVER = 8  # GPUs of a server, in the sources
 
 
 class Fleet(NamedTuple):
-    """GPUs whose failures somebody has counted."""
+    """GPUs whose failures were counted and published."""
 
     name: str
     hours: float  # between two failures of one GPU, with all that stands around it
@@ -68,7 +68,7 @@ GIVEN_SOURCE = "as given"
 
 @dataclass(frozen=True)
 class FailureCosts:
-    """What the user knows better than the published figures; None: not given."""
+    """Figures that the user gives in place of the published ones; None: not given."""
 
     mtbf: float | None = None  # hours between failures of one GPU
     detect: float | None = None  # seconds
@@ -96,12 +96,12 @@ class Input(NamedTuple):
 
 
 def saved_bytes(option: Option) -> int:
-    """Of one checkpoint, all ranks together."""
+    """The bytes of one checkpoint, over all ranks."""
     return round(option.workload.spec.parameter_count * option.workload.software.accounting.saved)
 
 
 def failures_of(option: Option, costs: FailureCosts = PUBLISHED, timeout: float = DEFAULT_TIMEOUT) -> Failures:
-    """Those of a plan whose ranks wait `timeout` seconds for one that hangs; the sources are in `failure_inputs`."""
+    """A plan's failures, if ranks wait `timeout` seconds for one that hangs; `failure_inputs` has the sources."""
     world, size, stored = option.layout.world, saved_bytes(option), _storage_rate(option, costs)
     share = size / world
     if option.workload.first_device.accelerator.is_cpu:
@@ -119,7 +119,7 @@ def failures_of(option: Option, costs: FailureCosts = PUBLISHED, timeout: float 
 
 
 def failure_inputs(option: Option, costs: FailureCosts, it: Failures) -> list[Input]:
-    """What `failures_of` has found, in the order in which it happens."""
+    """The figures behind `failures_of`, in the order of events."""
     usual, world, on_cpu = DEFAULT_FLEET, option.layout.world, option.workload.first_device.accelerator.is_cpu
     blocked = CPU_SOURCE if on_cpu else BLOCKED_SOURCE
     of_gpu = f"{usual.name} ({usual.source})" + ("; nobody has counted CPUs'" if on_cpu else "")
@@ -141,7 +141,7 @@ def failure_inputs(option: Option, costs: FailureCosts, it: Failures) -> list[In
 
 
 def _storage_rate(option: Option, costs: FailureCosts) -> float:
-    """Bytes a second."""
+    """Bytes per second into storage, over all nodes."""
     if costs.storage is not None:
         return costs.storage * GB
     return min(option.workload.cluster.machines * NODE_STORAGE_RATE, MAX_STORAGE_RATE)

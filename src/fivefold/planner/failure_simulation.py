@@ -11,12 +11,12 @@ from fivefold.planner.checkpoint_interval import Failures, expected_seconds
 
 SIMULATED_RUNS = 1000
 FAILURES_PER_DRAW = 64  # failures of each run that are drawn together
-MAX_FAILURES = 100_000  # failures of a run, on average, that are still simulated
+MAX_FAILURES = 100_000  # of a run, on average, that are still simulated
 
 
 @dataclass(frozen=True)
 class SimulatedRuns:
-    """Of each run: seconds from the first step to the last save, failures, and seconds without steps after them."""
+    """For each run: seconds from the first step to the last save, failures, and seconds lost to restarts."""
 
     work: float
     saving: float  # seconds that saves block, and the last one takes
@@ -44,10 +44,10 @@ class SimulatedRuns:
 def simulate_runs(
     work: float, interval: float, it: Failures, runs: int = SIMULATED_RUNS, seed: int = 0
 ) -> SimulatedRuns | None:
-    """`runs` runs of `work` seconds of steps, saved every `interval`; None where failures leave no progress.
+    """`runs` runs of `work` seconds of steps, saved every `interval`; None if failures leave no progress.
 
-    Time passes from failure to failure, many of all runs at once. What is lost by one is all since the newest save that
-    had been written by then.
+    Time passes from failure to failure, for many runs at once. A failure loses everything since the newest save that
+    was written by then.
     """
     interval = min(interval, work)
     if expected_seconds(work, interval, it) > MAX_FAILURES * it.between:
@@ -76,5 +76,5 @@ def simulate_runs(
 
 
 def standard_error(runs: SimulatedRuns) -> float:
-    """Of the mean of `seconds`."""
+    """The standard error of the mean of `seconds`."""
     return float(runs.seconds.std(ddof=1)) / math.sqrt(len(runs.seconds))

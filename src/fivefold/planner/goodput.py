@@ -23,7 +23,7 @@ class GoodputRun:
 
     @property
     def work(self) -> float:
-        """Seconds that nothing disturbs."""
+        """Seconds of the run without failures."""
         return self.steps * self.step
 
     @property
@@ -50,7 +50,7 @@ class GoodputRun:
         return [runs.quantile(share) / DAY for share in (LOW_QUANTILE, 0.5, HIGH_QUANTILE)]
 
     def figures(self) -> dict[str, Any]:
-        """The same as plain data, with what 1,000 runs have come to; None where they come to no end."""
+        """The same as plain data, with the results of 1,000 simulated runs; None if they never end."""
         runs = self.simulated()
         return {
             "hours_between_failures": self.failures.between / HOUR,
@@ -73,7 +73,7 @@ def days_text(days: float) -> str:
 
 
 class Straggling(NamedTuple):
-    """Of a number of ranks that wait for each other once a step."""
+    """What it costs that a number of ranks wait for each other once per step."""
 
     ranks: int
     jitter: float  # by how much the slowest rank's step is longer than the mean, on average
@@ -86,7 +86,7 @@ class Straggling(NamedTuple):
 
 @cache
 def expected_maximum(draws: int) -> float:
-    """The mean of the largest of so many standard normal draws."""
+    """The expected maximum of so many standard normal draws."""
     if draws == 1:
         return 0.0
     width = 0.005
@@ -98,6 +98,6 @@ def expected_maximum(draws: int) -> float:
 
 
 def expected_straggling(ranks: int, per_machine: int, deviation: float = STEP_JITTER) -> Straggling:
-    """`deviation` is that of a rank's step, as a share of its mean; normal, and independent from rank to rank."""
+    """`deviation`: of a rank's step time, as a share of its mean; normal, and independent between ranks."""
     chance = -math.expm1(math.ceil(ranks / per_machine) * math.log1p(-SLOW_SHARE))
     return Straggling(ranks, deviation * expected_maximum(ranks), chance, SLOW_DELAY * chance)

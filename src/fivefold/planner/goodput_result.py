@@ -258,12 +258,12 @@ def goodput(
         >>> print(f"{run.goodput:.1%} of the time trains")
         99.9% of the time trains
 
-    The run is that of `plan` with the same `model`, `cluster`, `changes`, `batch`, `seq`, `layout`, `fix`, `precision`
+    The run is what `plan` makes of the same `model`, `cluster`, `changes`, `batch`, `seq`, `layout`, `fix`, `precision`
     and `software`; `tokens` are 20 per parameter where neither they nor the job say.
     `every` counts steps between checkpoints; without it, and where the job does not say, they are those of the shortest
     run. `mtbf` is hours between failures of one GPU, `detect` and `restart` are seconds, `storage` is GB a second of
     all nodes together, `save` the seconds that a save blocks steps: published or measured where not given. `jitter` is
-    the deviation of a rank's step as a share of its mean. The distribution is that of `runs`, whose failures a `seed`
+    the deviation of a rank's step as a share of its mean. The distribution is over `runs`, whose failures a `seed`
     draws.
     """
     costs = FailureCosts(mtbf, detect, restart, storage, save)

@@ -57,7 +57,7 @@ LIGHTEST_SHADE = 0.72  # how far the last coordinate's shade goes towards white
 
 
 class Panel(NamedTuple):
-    """An axis: how many ranks it has, the first rank's group, and in words where that is."""
+    """An axis: how many ranks it has, the first rank's group, and where that is, in words."""
 
     axis: str
     ranks: int
@@ -88,14 +88,14 @@ def mesh_scene(layout: Layout, nodes: Sequence[range], panels: Sequence[Panel], 
 
 
 def group_text(group: Sequence[int]) -> str:
-    """Its first ranks, and the last; where that would leave out a single one, all."""
+    """A group's first ranks and its last; all of them if only one would be left out."""
     if len(group) <= MAX_LISTED_RANKS + 2:
         return ", ".join(map(str, group))
     return f"{', '.join(map(str, group[:MAX_LISTED_RANKS]))}, ... {group[-1]}"
 
 
 def _groups(scene: Scene, panels: Sequence[Panel], x: float, y: float, wide: float) -> None:
-    """Where a panel is free: the groups of rank 0 in words."""
+    """Lists the groups of rank 0 in words, in the place of a missing panel."""
     scene.shapes.append(TextMark(x, y + 9, "rank 0 communicates with", 20, bold=True))
     for at, panel in enumerate(panels):
         row = y + 44 + 27 * at
@@ -128,7 +128,7 @@ def _panel(
 def _every_rank(
     scene: Scene, layout: Layout, nodes: Sequence[range], panel: Panel, place: tuple[float, float, float]
 ) -> float:
-    """Nodes as boxes in a grid; a rank is a cell with its number and its place on the axis."""
+    """Draws nodes as boxes in a grid, and each rank as a cell with its number and its place on the axis."""
     x0, y0, wide = place
     across = len(nodes) if len(nodes) < 3 else 2 if len(nodes) <= 4 else 4
     gpus = max(len(node) for node in nodes)
@@ -170,7 +170,7 @@ def _rank(
 def _every_node(
     scene: Scene, layout: Layout, nodes: Sequence[range], panel: Panel, place: tuple[float, float, float]
 ) -> float:
-    """A node is a cell, coloured by its first rank; lines have as many as divide all nodes, if that fits."""
+    """Draws each node as a cell, coloured by its first rank; lines have equally many cells if that fits."""
     x0, y0, wide = place
     high = 250.0
     columns = max(16, next(n for n in range(1, len(nodes) + 1) if (wide / n) * -(-len(nodes) // n) <= high))

@@ -1,7 +1,7 @@
-"""Which group of a mixed cluster each pipeline rank is on.
+"""The group of a mixed cluster that each pipeline rank runs on, and the division of layers by their speed.
 
-Every replica spans all groups, so that none is slower than another: the batch is dealt out evenly over dp, and a
-replica of slow devices would hold up all others. A pipeline passes through one group after the other.
+Every replica spans all groups, so that none is slower than another: dp divides the batch evenly, and a replica of slow
+devices would hold up all others. A pipeline passes through one group after the other.
 """
 
 import math
@@ -22,9 +22,9 @@ MOST_ORDERS = 6  # of groups, that are tried
 
 
 def merge_groups(cluster: Cluster) -> Cluster:
-    """The same nodes with those of one kind in one group, in the order in which the kinds first appear.
+    """The same nodes, with all nodes of one kind in one group, in the order in which the kinds first appear.
 
-    Ranks that were measured are where they are: of those only neighbours are of one group."""
+    Nodes of a cluster file keep their places, so only neighbours are merged."""
     groups: list[Group] = []
     for group in cluster.groups:
         at = next((at for at, known in enumerate(groups) if structs.replace(known, nodes=group.nodes) == group), None)
@@ -43,12 +43,12 @@ def orders(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def _may_move(cluster: Cluster) -> bool:
-    """Whether its nodes can be numbered otherwise. A file's cannot: a job names the file, whose order is the ranks'."""
+    """Whether its nodes can be renumbered. A file's cannot: a job names the file, and its order is the ranks' order."""
     return all(group.from_catalogue for group in cluster.groups)
 
 
 def groups_of(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
-    """The group of each pipeline rank, where every replica spans all groups; empty where there is one group."""
+    """The group of each pipeline rank, if every replica spans all groups; empty if there is one group."""
     if len(cluster.groups) == 1:
         return ()
     row = layout.world // layout.pp  # ranks of one stage
@@ -73,7 +73,7 @@ def groups_of(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
 
 
 def span_problems(cluster: Cluster, layout: Layout) -> list[str]:
-    """Why a layout's degrees do not span the groups; empty where they do."""
+    """Why a layout's degrees do not span the groups; empty if they do."""
     try:
         groups_of(cluster, layout)
     except UserError as error:
@@ -110,8 +110,8 @@ MAX_STAGES_OF_DOUBLE_MOVES = 4  # stages, of which two layers are moved at a tim
 
 
 def divide_layers(workload: Workload) -> Workload:
-    """The workload with layers divided by speed; a rank that would not fit gives layers to the others, as far as they
-    have room. If there is none, layers stay where they are quickest. `auto`, made for a split, takes that of 1F1B."""
+    """The workload with layers divided by speed; a rank that does not fit gives layers to the others, while they have
+    room. If there is no room, layers stay where they are fastest. `auto`, which is made for a split, takes 1F1B's."""
     if workload.layout.record.uses_stage_times:
         return replace(
             workload,
@@ -148,7 +148,7 @@ def by_load(workload: Workload, caps: Sequence[int]) -> list[int]:
 
 
 def with_split(workload: Workload, layers: Sequence[int]) -> Workload:
-    """The workload with so many layers on each rank; a rank's stages share them evenly, its ends counted."""
+    """The workload with so many layers on each rank. A rank's stages share them evenly, embedding and head included."""
     placement, split = workload.layout.placement, [0] * workload.layout.stages
     for rank, stages in enumerate(placement.of_rank):
         work, load = workload.block_cost_of(rank), dict.fromkeys(stages, 0.0)
@@ -181,7 +181,7 @@ def refine_split(workload: Workload, evaluations: int = MAX_EVALUATIONS) -> Work
 
 
 def _moves(workload: Workload, reach: int) -> Iterator[Workload]:
-    """So many layers, each from one stage to another."""
+    """All moves of `reach` layers, each from one stage to another."""
     pairs, split = list(permutations(range(workload.layout.stages), 2)), workload.layout.split
     for moves in combinations_with_replacement(pairs, reach):
         moved = list(split)
@@ -193,7 +193,7 @@ def _moves(workload: Workload, reach: int) -> Iterator[Workload]:
 
 
 def layers_of(workload: Workload) -> list[int]:
-    """Of each pipeline rank."""
+    """The layers of each pipeline rank."""
     return [
         sum(len(workload.stages[number].layers) for number in stages_here)
         for stages_here in workload.layout.placement.of_rank
@@ -210,7 +210,7 @@ def fits_on_all_ranks(workload: Workload) -> bool:
 
 
 def _excess(workload: Workload, rank: int) -> int:
-    """Layers by which a rank overfills its device, about; at least one where it does."""
+    """About how many layers a rank has too many for its device; at least one if it overfills it."""
     here = footprint_of(workload, rank).total
     over, held = here - USABLE_FRACTION * workload.device_memory_of(rank), layers_of(workload)
     if over <= 0 or not held[rank]:

@@ -24,13 +24,13 @@ from fivefold.spec.pattern import Layer
 from fivefold.support.text import divisors
 
 # ---- closed ---------------------------------------------------------------------------------------------------------
-# Closed forms of time and memory for many layouts over unlike nodes at once: they rank and prune.
+# Closed forms of time and memory for many layouts over mixed nodes at once: they rank and prune.
 #
-# They are those of like nodes (`closed_forms.py`), taken on each group's devices. Layers are divided by the time they
+# They apply `closed_forms.py` to each group's devices. Layers are divided by the time they
 # take on each rank, as far as its own memory goes: the least time in which all ranks together hold the model.
 
 
-BISECTION_ROUNDS = 12  # of bisection: that time to a few thousandths of itself
+BISECTION_ROUNDS = 12  # to a few thousandths of that time
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _deal_alike(each: Array, ends: Array, per_layer: Array, room: Array, layers:
 
 
 def _deal_unlike(counts: Array, each: Array, ends: Array, per_layer: Array, room: Array, layers: int) -> Dealt:
-    """The same of several kinds: a rank takes the layers that follow those of the rank before it."""
+    """The same for several kinds: a rank takes the layers that follow the previous rank's."""
     ranks = range(ends.shape[1])
     seconds = [counts @ each[:, :, rank] for rank in ranks]  # [layers + 1, rows] of all layers below
     bytes_ = [counts @ per_layer[:, :, rank] for rank in ranks]

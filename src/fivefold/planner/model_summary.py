@@ -85,7 +85,7 @@ class ModelResult(Result):
 
 
 def _rows(numbers: dict[str, Any], of: str = "") -> Iterator[tuple[str, str]]:
-    """What is given, a line for each number; those of a table within begin with its name."""
+    """A line for each number that is set; numbers of a nested table begin with its name."""
     for key, value in numbers.items():
         if isinstance(value, dict):
             yield from _rows(value, f"{key} ")

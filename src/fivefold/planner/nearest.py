@@ -1,4 +1,4 @@
-"""The nearest layout that can run, for one that cannot: degrees, microbatches and, if need be, other choices change.
+"""Finds the nearest layout that can run: changes degrees, microbatches and, if need be, other choices.
 
 nearest(workload, layout, keep="tp")        # a layout without problems; None where nothing near has none
 steps(workload, layout)["tp"]               # the values of one field that a model and a number of GPUs allow

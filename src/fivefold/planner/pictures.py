@@ -1,4 +1,4 @@
-"""A layout's memory and time as two stacked bars, and its memory beside that of the layouts one change away."""
+"""A layout's memory and time as two stacked bars, and its memory next to the layouts one change away."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -67,7 +67,7 @@ def components(needs: Footprint) -> Parts:
 
 
 def memory_parts(needs: Footprint) -> Parts:
-    """Of a rank, in GB: activations by kind, and the fullest moment by its name."""
+    """A rank's memory in GB: activations by kind, and the fullest moment by its name."""
     kinds = [name for name in needs.parts if name.startswith("activations")]
     colours = {name: colour for name, colour, _ in components(needs)} | {needs.moment_name: RED}
     colours |= {name: hexed(mix(rgb(PURPLE), (255, 255, 255), 0.6 * at / len(kinds))) for at, name in enumerate(kinds)}
@@ -152,7 +152,7 @@ def fastest_first(neighbours: Sequence[Neighbour]) -> list[Neighbour]:
 
 
 def _neighbour_bars(option: Option, neighbours: Sequence[Neighbour]) -> Iterable[Bar]:
-    """What cannot run at all has no bar."""
+    """A bar for each neighbour that can run."""
     for neighbour in fastest_first(neighbours):
         if "cannot run" in neighbour.sentence:
             continue

@@ -66,7 +66,7 @@ def plan(
     `software` (fivefold, nemo, torchtitan, megatron). `price` is dollars per device and hour. `tokens` is the length of
     the run ("1.4T", 300e9, or "chinchilla": 20 per parameter). The settings of `.job` are those of published recipes,
     and so is the batch, where it is not given. `imbalance` is what the fullest rank gets of the tokens that visit
-    experts, over the mean; by default that of published pairs.
+    experts, over the mean; by default as in published pairs.
     """
     _check_options(by, top, price)
     if layout is not None and fix:
@@ -117,7 +117,7 @@ def _check_options(by: str, top: int, price: float | None) -> None:
 def _rank_layouts(
     workload: Workload, by: By, top: int, fixed: dict[str, Any], given: Option | None
 ) -> tuple[Ranking, str]:
-    """The best layouts; where there are none but the `given` one, which can be timed all the same, also why."""
+    """The best layouts; if there is none but the `given` one, which can still be timed, also why."""
     try:
         return search(workload, by, max(top, SURVIVORS) if by == "throughput" else top, **fixed), ""
     except UserError as error:
@@ -174,7 +174,7 @@ def plan_given_layout(job: Job, cluster: Cluster) -> Option:
 
 
 def _check_rate(workload: Workload) -> Workload:
-    """Raises where a device has no rate for the precision, with those that there are."""
+    """Raises UserError if a device has no rate for the precision; names the ones it has."""
     for group in workload.cluster.groups:
         group.accelerator.rate(workload.precision)
     return workload

@@ -26,7 +26,7 @@ from fivefold.support.text import si
 
 MAX_DRAWN_PASSES = 1024  # passes of a pipeline that a terminal can show
 NEGLIGIBLE = 5e-4  # of a step: a shorter cause has no row
-MIN_SHOWN_BYTES = 4096  # bytes: a smaller payload has no row
+MIN_SHOWN_BYTES = 4096  # a smaller payload has no row
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class PlanResult(Result):
         if self.chosen is not options[0] and self.given is None:
             faster = 1 - options[0].seconds / self.chosen.seconds
             over = options[0].workload.topology.across("tp") and not self.chosen.workload.topology.across("tp")
-            why = "but has tp over the network, of which no measured run tells" if over and faster > EQUAL_TIME else ""
+            why = "but has tp over the network, which no measured run has" if over and faster > EQUAL_TIME else ""
             yield Text(
                 f"{options[0].layout} is {faster:.1%} faster, "
                 f"{why or 'which is within the noise of measured runs'}; {self.chosen.layout} is simpler"
@@ -215,7 +215,7 @@ class SimulateResult(Result):
 
 
 def simulation_figures(option: Option, price: float | None = None) -> dict[str, Any]:
-    """What is said of a layout that was given, but for the advice."""
+    """The figures of a given layout, without advice."""
     return figures(option, price) | {"memory_limit_bytes": option.limit}
 
 

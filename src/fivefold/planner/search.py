@@ -67,7 +67,7 @@ class Option:
 
     @cached_property
     def fits(self) -> bool:
-        """Whether the rank that fills its device the most does not overfill it, and so none does."""
+        """Whether the fullest rank fits into its device, and so all do."""
         return self.footprint.total <= self.limit
 
 
@@ -94,7 +94,7 @@ BUILT_FOR_STAGES = tuple(record.name for record in RECORDS if record.uses_stage_
 
 
 def mixed_options(workload: Workload, candidates: MixedSpace, fixed: dict[str, Any], by: str) -> list[Option]:
-    """The survivors, timed exactly; where nothing fits, the smallest."""
+    """The survivors, timed exactly; if nothing fits, the smallest."""
     options: list[Option] = []
     spent = 0
     for at in _survivors(candidates, by):
@@ -256,7 +256,7 @@ def _check_fixed(workload: Workload, fixed: dict[str, Any]) -> None:
     if fixed.get("zero", 0) not in (0, 1, 2, 3):
         problems.append(f"zero={fixed['zero']} is not a ZeRO stage; 0, 1, 2 or 3")
     if fixed.get("replicate", 1) != 1 and fixed.get("zero") != 3:
-        problems.append(f"replicate={fixed['replicate']} copies the shards of zero=3; fix zero=3, too")
+        problems.append(f"replicate={fixed['replicate']} copies the shards of zero=3; also fix zero=3")
     if workload.cluster.world % max(1, fixed.get("replicate", 1)):
         close = sorted(divisors(workload.cluster.world), key=lambda n: abs(n - fixed["replicate"]))[:2]
         near = either([f"replicate={n}" for n in close])
@@ -512,13 +512,13 @@ def schedule_text(option: Option) -> str:
 
 
 def write_schedule(option: Option, path: str | Path) -> str:
-    """Writes the schedule of an option that has one of its own, and returns the file's name; else an empty one."""
+    """Writes an option's schedule to a file if it was made for it, and returns the file's name, else an empty text."""
     if text := schedule_text(option):
         write(Path(path), text)
     return str(path) if text else ""
 
 
 def trained_layout(option: Option, path: str | Path) -> Layout:
-    """The layout of a job that trains as planned; where it needs a schedule of its own, that is written to `path`."""
+    """The layout of a job that trains as planned; a schedule that was made for it is written to `path`."""
     named = write_schedule(option, path)
     return structs.replace(option.layout, schedule=named) if named else option.layout

@@ -54,7 +54,7 @@ from fivefold.support.ranges import MAX_SECONDS, MAX_TOKENS, misfit, within
 
 
 def about_experts(service: Service, quick: ServingOption, heavy: ServingOption) -> Iterator[str]:
-    """None for dense models with keys and values of their own."""
+    """Sentences about experts and latents; none for a dense model without latents."""
     if service.spec.mla is not None:
         yield _latents_sentence(service, heavy)
     if service.spec.experts is None:
@@ -94,7 +94,7 @@ def _touched_sentence(service: Service, heavy: ServingOption) -> str:
 
 
 def _whole_experts(service: Service, quick: ServingOption) -> Iterator[str]:
-    """At the lowest latency: whether ranks divide experts, or have whole ones."""
+    """Why not to divide (or not to divide) experts over ranks, at the lowest latency."""
     degrees_of_ep = degrees(service.spec, quick.tp, quick.dp)
     if len(degrees_of_ep) < 2:
         return
@@ -214,7 +214,7 @@ def _why_not_more_tp(service: Service, quick: ServingOption, heavy: ServingOptio
 
 
 def _with_tp(service: Service, quick: ServingOption, tp: int) -> Replica:
-    """With more tp, and as much dp as there are experts for."""
+    """The replica with this tp, and as much dp as there are experts for."""
     spec, before = service.spec, quick.tp * quick.dp * quick.pp
     dp = next(dp for dp in (quick.dp, max(1, quick.tp * quick.dp // tp), 1) if degrees(spec, tp, dp))
     pp = before // (tp * dp) if quick.pp > 1 and before % (tp * dp) == 0 else quick.pp
@@ -286,7 +286,7 @@ def _graphs_sentence(service: Service, quick: ServingOption) -> str:
 
 
 def missed_targets(service: Service, options: list[ServingOption]) -> str:
-    """For targets that no option meets: the nearest option."""
+    """The sentence for targets that no option meets, with the nearest option."""
     known = [("ttft", service.ttft, "to the first token"), ("token", service.tpot, "for each token after it")]
     targets = [(name, value, words) for name, value, words in known if value]
     near = min(options, key=lambda option: max(getattr(option, name) / value for name, value, _ in targets))
@@ -299,10 +299,10 @@ def missed_targets(service: Service, options: list[ServingOption]) -> str:
 
 
 def unknown_blocks(spec: ModelSpec) -> list[str]:
-    """What serving does not know the cost of: other blocks than of attention and an MLP."""
+    """A sentence if the model has blocks whose serving cost is not known: other than attention and an MLP."""
     if all(layer.attends and layer.mlp and not is_plugin(layer.mlp.name) for layer in spec.counted()):
         return []
-    return [f"{spec.name} has layers that are not attention and an MLP, and serving knows the cost of no others"]
+    return [f"{spec.name} has layers that are not attention and an MLP, and only these can be planned for serving"]
 
 
 def request_problems(service: Service) -> list[str]:
@@ -353,7 +353,7 @@ def smallest_replica(service: Service) -> Replica | None:
 
 
 def why_nothing_fits(service: Service) -> str:
-    """For a cluster where not one sequence fits: what would be needed."""
+    """The sentence for a cluster where not one sequence fits, with what is needed."""
     spec, accelerator = service.spec, service.group.accelerator
     weights, cache = whole_weights(spec, service.precision), whole_cache(spec, service.cache_bytes, service.tokens)
     remedy = f"no number of {accelerator.name} holds it in equal parts"
@@ -370,7 +370,7 @@ def why_nothing_fits(service: Service) -> str:
 
 
 def why_too_many(service: Service) -> str:
-    """For a model that fits, but not with so many sequences."""
+    """The sentence for a model that fits, but not with so many sequences."""
     fitting = [(service.group.world // replica.world * most, replica) for replica, most in replicas(service)]
     most, best = max(fitting, key=lambda pair: pair[0])
     each = whole_cache(service.spec, service.cache_bytes, service.tokens)

@@ -10,7 +10,7 @@ plus what each kernel and each all-reduce costs however little it does. Of exper
 Latent attention (MLA) decodes over the latents themselves: the product that makes keys of them goes to the query, the
 one that makes values to the output, so the same weights are read once, and every head works on the kv_rank + rope_dim
 numbers of a token. Many heads share what is read, so the tensor cores may be what they wait for. A prefill makes keys
-and values of the latents, those of earlier chunks again.
+and values of the latents, again also for earlier chunks.
 
 Where the numbers come from. Kernels of a block: GEMMs for q k v, o, gate and up, down; a norm with its residual sum,
 twice; rotation; the write into the cache; attention over parts of the cache, and the sum of the parts; the activation
@@ -291,7 +291,7 @@ class Replica:
             turned = (operations.attention.heads + 1) * operations.attending.unread
         wide = spec.experts.shared_ffn if routed and spec.experts is not None else spec.ffn
         size = 2 * norm * spec.hidden + active * wide / self.tp + moved.rope[0] * turned
-        # In fp8 a kernel of its own casts attention's output. MLA norms its latents, and makes values by themselves.
+        # In fp8 a separate kernel casts attention's output. MLA norms its latents, and makes values by themselves.
         kernels = BLOCK_KERNELS + spec.qk_norm + (self.precision == "fp8") + (3 if operations.latent else 0)
         # Ranks of tp each send a part of the tokens to experts: what came back is gathered, with what they share.
         gathers = routed and self.dp > 1 and not wide
@@ -409,7 +409,7 @@ class Replica:
 
 @lru_cache(maxsize=1024)
 def _stages(spec: ModelSpec, pp: int) -> tuple[Stage, ...]:
-    # A decode step reads the head's weights as it reads a block's, so the balance of FLOPs is one of bytes, too.
+    # A decode step reads the head's weights as it reads a block's, so balancing FLOPs also balances bytes.
     return stages_of(spec, Layout(pp=pp), 1)
 
 
@@ -500,7 +500,7 @@ def whole_cache(spec: ModelSpec, cache_bytes: int, tokens: int = 1) -> float:
 
 
 def cached_numbers(spec: ModelSpec, tp: int, layer: Layer, tokens: float) -> float:
-    """Numbers that a block keeps of so many tokens on one of `tp` ranks."""
+    """Numbers that a block caches for so many tokens on one of `tp` ranks."""
     caches = (ask(kind, "cache", spec, tp, wanted=WANTED_CACHE) for kind in layer.branches)
     return sum(cache.numbers(tokens) for cache in caches if cache is not None)
 

@@ -88,7 +88,7 @@ class Space:
 
 
 def _without_schedule(pipeline: PipelineArrays, alone: bool) -> PipelineArrays:
-    """As layouts have it: where a rank is `alone` any schedule is the same, but one that is made for its stages."""
+    """The pipeline as layouts write it: without pp (`alone`) all schedules are the same, except if made for stages."""
     record = pipeline.schedule
     if not alone:
         return pipeline
@@ -198,7 +198,7 @@ def legal(query: SearchQuery, shapes: list[BlockShape], of: Choices) -> Choices:
 
 
 def _by_schedule(query: SearchQuery, shapes: list[BlockShape], of: Choices) -> list[tuple[Array, Layouts]]:
-    """The combinations that are legal but for their experts: those of one schedule together, and where each is."""
+    """The combinations that are legal apart from their experts, grouped by schedule, and where each is."""
     names = ("dp", "tp", "pp", "cp", "zero", "microbatches")
     columns = {name: getattr(of, name) for name in names}
     columns |= {name: np.array([getattr(shape, name) for shape in shapes])[of.shape] for name in ("cp_kind", "sp")}

@@ -20,7 +20,7 @@ from fivefold.support.errors import UserError
 from fivefold.support.ranges import MAX_RANKS, check_range, within
 from fivefold.support.text import si
 
-NUMBER_BYTES = 2  # bytes of a number, in textbooks
+NUMBER_BYTES = 2  # in textbooks
 ZERO_FORMULAS = {0: "16", 1: "(4 + 12/N)", 2: "(2 + 14/N)", 3: "16/N"}  # bytes a parameter, arXiv 1910.02054, table 1
 DATA_AXES = ("dp", "fsdp", "dp_cp", "replicate", "efsdp", "expert_dp")  # axes of gradients and weights
 
@@ -54,7 +54,7 @@ def flops_text(value: float) -> str:
 
 
 def shortcuts(option: Option) -> list[Shortcut]:
-    """Those that say something of this layout."""
+    """The formulas that apply to this layout."""
     formulas = [_flops(option), _state(option), _activations(option)]
     rows = traffic(option)
     formulas += [*_data(option, rows), *_tensor(option, rows), *_pipeline(option, rows), *_experts(option, rows)]

@@ -206,7 +206,7 @@ def training_of(
 
 
 def interval_reason(option: Option, run: GoodputRun) -> str:
-    """Why so many steps lie between checkpoints."""
+    """Why this many steps lie between checkpoints."""
     size = f"{bytes_text(saved_bytes(option))} each, and the newest two are kept"
     if run.best == run.most:
         return f"steps: a tenth of the run; {size}"
@@ -227,7 +227,7 @@ def start(option: Option, path: str) -> str:
 
 
 def expected_text(option: Option) -> str:
-    """What a run should reach, to hold against its own output."""
+    """What a run should reach, to compare with its output."""
     workload, rate = option.workload, option.tokens_per_second
     each = f" ({rate / option.layout.world:,.0f} a rank)" if option.layout.world > 1 else ""
     return (

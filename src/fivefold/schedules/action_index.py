@@ -1,4 +1,4 @@
-"""`ActionIndex`, where each action of a schedule stands, which the proofs read; `ScheduleProblem`, what they find."""
+"""`ActionIndex` says where each action of a schedule stands, for the proofs; `ScheduleProblem` is what they find."""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -4,7 +4,7 @@
                   (gradient of the weights) are its two halves.
   RECV_A, RECV_G  post the receive of an activation or of a gradient, and go on; the consumer waits for it.
   SEND_A, SEND_G  start to send the result, and go on; see `Schedule.buffers` for when it must wait. On NCCL either may
-                  block its rank until the peer has reached it, too (`deadlock.rendezvous`).
+                  block its rank until the peer has also reached it (`deadlock.rendezvous`).
   GATHER, REDUCE  the parameter and gradient collectives of a stage; they run beside compute.
   STEP            the optimizer, on one stage.
 

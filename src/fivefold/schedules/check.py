@@ -238,7 +238,7 @@ def _collectives(index: ActionIndex, stage: int) -> Iterator[ScheduleProblem]:
 
 
 def _pairs(index: ActionIndex) -> Iterator[ScheduleProblem]:
-    """A joined pair is an F and the B right after it, of which neither needs the other."""
+    """A joined pair is an F and the B right after it, and neither needs the other."""
     for rank, actions in enumerate(index.schedule.ranks):
         for place, action in enumerate(actions):
             if not action.joined:

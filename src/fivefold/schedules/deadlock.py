@@ -34,7 +34,7 @@ def _blocked_at_meetings(index: ActionIndex) -> list[Blocked]:
     """The ranks that are stuck, if each message blocks both its ranks until both have reached it."""
     schedule, m = index.schedule, index.schedule.m
     channels = list(schedule.placement.channels)
-    # By kind and stage, the number of the channel's first message; those of later microbatches follow it.
+    # By kind and stage, the number of the channel's first message; later microbatches' messages follow it.
     first = {(channel.send, channel.source): n * m for n, channel in enumerate(channels)}
     first |= {(channel.receive, channel.target): n * m for n, channel in enumerate(channels)}
     messages_of = [

@@ -1,6 +1,6 @@
-"""A schedule of a user's own module: all that its record lacks is told at once, before layouts or the planner read it.
+"""Checks a plugin's schedule before layouts or the planner read it, and reports all problems of its record at once.
 
-The record is tried with two small pipelines. Where a call fails with other numbers, that is a sentence, too.
+The record is tried with two small pipelines. A call that fails later, with other numbers, also raises a UserError.
 """
 
 import math
@@ -25,7 +25,7 @@ _TRIED_RANKS = (2, 4)  # ranks; two microbatches for each, or as many as it need
 
 @lru_cache(maxsize=64)
 def check_plugin_record(name: str, own: ScheduleInfo) -> ScheduleInfo:
-    """The facts of a user's schedule, under the name that jobs have for it. What it builds is proven, each time."""
+    """The record of a plugin's schedule, under the name that jobs use. Each schedule that it builds is proven."""
     if lacks := [*_type_problems(own)]:
         raise UserError([_problem(f"{name} {lack}") for lack in lacks])
     if problems := [*_try_record(name, own)]:
@@ -79,7 +79,7 @@ def _type_problems(own: ScheduleInfo) -> Iterator[str]:
 
 
 def _try_record(name: str, own: ScheduleInfo) -> Iterator[str]:
-    """What fails with two small pipelines. Numbers that its builder refuses, by a UserError, it need not have."""
+    """What fails with two small pipelines. The builder may refuse numbers with a UserError."""
     v = own.chunks
     for p in _TRIED_RANKS:
         request = ScheduleRequest(p, m := p * max(2, own.least), chunks=v)
@@ -122,7 +122,7 @@ def _check_placement(name: str, own: ScheduleInfo, p: int, chunks: int) -> Place
 
 
 def _check_live(name: str, own: ScheduleInfo, p: int, m: int, v: int) -> float:
-    """The activations of a rank, as the record says: of numbers, and of arrays of them, as the planner asks."""
+    """The activations of a rank by the record, for numbers and, as the planner asks, for arrays."""
     what = f"live for p={p}, m={m}"
     live = _call_plugin(name, what, lambda: own.live(p, m, v))
     if isinstance(live, bool) or not isinstance(live, int | float | np.number) or not 0 <= live < math.inf:
@@ -151,7 +151,7 @@ def _build_schedule(name: str, own: ScheduleInfo, request: ScheduleRequest) -> S
 
 
 def _build_problems(name: str, own: ScheduleInfo, request: ScheduleRequest, made: object) -> Iterator[str]:
-    """What a schedule lacks of what its record says of it."""
+    """How a schedule differs from what its record says."""
     if not isinstance(made, Schedule):
         yield f"builds a {type(made).__name__}, and not a Schedule"
         return

@@ -187,7 +187,7 @@ class ScheduleReader:
 
 
 def _numbers_in_file(actions: Sequence[Action], *, implied: bool) -> list[int]:
-    """For each action of the schedule its number in the file; an implied message has that of the action before it."""
+    """The number in the file of each action; an implied message has the number of the action before it."""
     if not implied:
         return list(range(len(actions)))
     counts = accumulate(action.kind not in MESSAGE_KINDS for action in actions)

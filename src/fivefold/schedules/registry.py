@@ -1,4 +1,4 @@
-"""Every schedule by name; `build` makes one from numbers, and `record_of` also knows schedules in files, and those of
+"""Every schedule by name; `build` makes one from numbers, and `record_of` also knows schedules in files, and of
 modules of a user's own: layout.schedule=my_package.eager:EAGER_1F1B is a `ScheduleInfo` there."""
 
 import os
@@ -56,7 +56,7 @@ def record_of(name: str) -> ScheduleInfo:
 
 
 def is_file(name: str) -> bool:
-    """Whether a schedule's name is that of a file."""
+    """Whether a schedule's name is a file name."""
     return name not in CATALOGUE and (Path(name).suffix.lower() in FILE_SUFFIXES or "/" in name or os.path.isfile(name))
 
 

@@ -280,7 +280,7 @@ def compare(
     sends: Sends = "eager",
     overlap: bool = True,
 ) -> CompareResult:
-    """Compare all schedules: bubble, memory, messages, and what each one needs. Arguments are those of `draw`."""
+    """Compare all schedules: bubble, memory, messages, and what each one needs. Arguments as in `draw`."""
     query = Query(tuple(CATALOGUE), pp, microbatches, chunks, group, memory, _times(times, slow, sends, overlap))
     return CompareResult(query, query.compare())
 
