@@ -35,7 +35,8 @@ from fivefold.machines.result import RankSpeed, RanksResult
 from fivefold.parallel.mesh import Mesh
 from fivefold.planner.mixed import groups_of
 from fivefold.planner.mixed_compare import best_split
-from fivefold.planner.search import Option, evaluate, trained_layout
+from fivefold.planner.option import Option, evaluate
+from fivefold.planner.search import trained_layout
 from fivefold.render.blocks import Block, Result, Text
 from fivefold.schedules.registry import record_of
 from fivefold.support.errors import UserError

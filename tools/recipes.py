@@ -20,8 +20,8 @@ from fivefold.job.config import Job, read_job
 from fivefold.job.toml_writer import comment
 from fivefold.planner.failure_costs import failures_of
 from fivefold.planner.goodput import GoodputRun
+from fivefold.planner.option import Option
 from fivefold.planner.plan import simulate
-from fivefold.planner.search import Option
 from fivefold.planner.training import expected_text, interval_reason
 
 FOLDER = Path(__file__).parent.parent / "recipes"

@@ -17,8 +17,9 @@ from fivefold.planner.closed_forms import MEMORY_SLACK
 from fivefold.planner.explain import EQUAL_TIME
 from fivefold.planner.mixed import divide_layers
 from fivefold.planner.mixed_space import mixed_space
+from fivefold.planner.option import evaluate
 from fivefold.planner.plan import question
-from fivefold.planner.search import evaluate, search
+from fivefold.planner.search import search
 from fivefold.planner.space import SearchQuery, space
 from fivefold.spec.presets import preset
 

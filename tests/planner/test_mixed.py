@@ -28,8 +28,9 @@ from fivefold.planner.mixed import (
     refine_split,
 )
 from fivefold.planner.mixed_compare import SCHEDULES, compare, slow_accelerator, slow_half
+from fivefold.planner.option import evaluate
 from fivefold.planner.plan import plan, simulate
-from fivefold.planner.search import evaluate, search, trained_layout
+from fivefold.planner.search import search, trained_layout
 from fivefold.schedules.check import prove
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.spec.model import ModelSpec

@@ -13,8 +13,9 @@ from fivefold.cost.step import Workload, estimate
 from fivefold.cost.systems import MEGATRON_CORE
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
+from fivefold.planner.option import evaluate
 from fivefold.planner.plan import simulate
-from fivefold.planner.search import evaluate, search
+from fivefold.planner.search import search
 from fivefold.planner.space import SearchQuery, space
 from fivefold.render.blocks import to_text
 from fivefold.schedules.costs import play_pair, seconds_alone

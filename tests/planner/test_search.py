@@ -14,7 +14,8 @@ from fivefold.cost.traffic import expected_traffic
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import complexity, difference, neighbours, simplest, traffic
-from fivefold.planner.search import Option, Ranking, evaluate, search
+from fivefold.planner.option import Option, evaluate
+from fivefold.planner.search import Ranking, search
 from fivefold.planner.space import SearchQuery, space
 from fivefold.schedules.registry import build
 from fivefold.schedules.simulate import simulate

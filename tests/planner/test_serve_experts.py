@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from fivefold.cli import app
 from fivefold.cost.kernels import Device
 from fivefold.hardware.accelerators import find_accelerator
-from fivefold.planner.serve import ServePlan, serve, why_not
+from fivefold.planner.serve import ServePlan, serve
 from fivefold.planner.serve_cost import (
     Replica,
     degrees,
@@ -23,6 +23,7 @@ from fivefold.planner.serve_cost import (
     whole_weights,
 )
 from fivefold.planner.serve_options import milliseconds
+from fivefold.planner.serve_sentences import why_not
 from fivefold.spec.blocks import Experts
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset

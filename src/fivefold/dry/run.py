@@ -186,7 +186,7 @@ def _advice(job: Job, compared: list[RankVsPlan], machines: Cluster, imbalance: 
         return ""
     from fivefold.dry.rank import dry_run_rank
     from fivefold.planner.explain import neighbours
-    from fivefold.planner.search import evaluate
+    from fivefold.planner.option import evaluate
 
     largest = max(worst.predicted.parts.items(), key=lambda part: part[1])
     stage = worst.dry.place["pp"]

@@ -18,7 +18,8 @@ from fivefold.cost.step import Workload
 from fivefold.cost.systems import software_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.search import Option, search
+from fivefold.planner.option import Option
+from fivefold.planner.search import search
 from fivefold.planner.space import FEWEST_TOKENS
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec

@@ -19,9 +19,10 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.error_range import IN_WORDS
 from fivefold.planner.explain import CAUSE_NAMES, EQUAL_TIME, RANKS_BY, Neighbour, difference, simplest
+from fivefold.planner.option import Option, evaluate
 from fivefold.planner.pictures import fastest_first
 from fivefold.planner.result import PlanResult, figures
-from fivefold.planner.search import SURVIVORS, By, Option, evaluate, search
+from fivefold.planner.search import SURVIVORS, By, search
 from fivefold.planner.textbook_formulas import Shortcut, shortcuts
 from fivefold.planner.training import DAY
 from fivefold.render.blocks import Block, Result, Table, Text

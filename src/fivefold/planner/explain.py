@@ -20,7 +20,9 @@ from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RankCoords
 from fivefold.planner.closed_forms import DISPATCHES
 from fivefold.planner.mixed import divide_layers, groups_of, span_problems
-from fivefold.planner.search import Option, can_be_built, search
+from fivefold.planner.mixed_search import can_be_built
+from fivefold.planner.option import Option
+from fivefold.planner.search import search
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.support.dtypes import dtype_of_bytes
 from fivefold.support.errors import UserError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fivefold.planner.checkpoint_interval import Failures
-from fivefold.planner.search import Option
+from fivefold.planner.option import Option
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import MAX_SECONDS, misfit, within
 

@@ -26,9 +26,9 @@ from fivefold.planner.failure_costs import (
 )
 from fivefold.planner.failure_simulation import SIMULATED_RUNS, SimulatedRuns
 from fivefold.planner.goodput import GoodputRun, Straggling, days_text, expected_straggling
+from fivefold.planner.option import Option
 from fivefold.planner.plan import plan
 from fivefold.planner.result import too_large
-from fivefold.planner.search import Option
 from fivefold.planner.training import CHINCHILLA_BUDGET
 from fivefold.render.blocks import Block, Cell, Result, Table, Text
 from fivefold.spec.model import ModelSpec

@@ -19,8 +19,9 @@ from fivefold.hardware.accelerators import PRECISIONS, Accelerator
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.mixed import divide_layers, groups_of, merge_groups, refine_split
+from fivefold.planner.option import Option, evaluate
 from fivefold.planner.plan import question
-from fivefold.planner.search import Option, evaluate, search
+from fivefold.planner.search import search
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.schedules.registry import record_of
 from fivefold.support.errors import UserError

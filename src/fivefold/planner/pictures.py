@@ -6,7 +6,7 @@ from dataclasses import replace
 from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint, footprint_of
 from fivefold.planner.explain import CAUSE_NAMES, AxisTraffic, Neighbour, traffic, traffic_rank
 from fivefold.planner.mixed import groups_of
-from fivefold.planner.search import Option
+from fivefold.planner.option import Option
 from fivefold.render.chart import TOP, Bar, Plot, amount, legend, sheet, stacked
 from fivefold.render.scene import (
     BLUE,

@@ -22,8 +22,9 @@ from fivefold.job.recipes import usual_batch
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import RANKS_BY, better_batch, nearest_fit, neighbours, simplest
 from fivefold.planner.mixed import groups_of, merge_groups
+from fivefold.planner.option import Option, evaluate
 from fivefold.planner.result import PlanResult, SimulateResult
-from fivefold.planner.search import SURVIVORS, By, Option, Ranking, evaluate, search
+from fivefold.planner.search import SURVIVORS, By, Ranking, search
 from fivefold.planner.training import batch_of, budget_of, training_of
 from fivefold.spec.model import ModelSpec
 from fivefold.support.dtypes import precision_of

@@ -13,8 +13,9 @@ from fivefold.planner.error_range import COVERAGE, IN_WORDS, bands, memory_range
 from fivefold.planner.explain import CAUSE_NAMES, EQUAL_TIME, Neighbour, difference, traffic, traffic_rank
 from fivefold.planner.goodput import days_text
 from fivefold.planner.mesh_picture import MeshResult
+from fivefold.planner.option import Option
 from fivefold.planner.pictures import fastest_first, memory, overview, sent
-from fivefold.planner.search import By, Option
+from fivefold.planner.search import By
 from fivefold.planner.training import DAY, GB, Training
 from fivefold.render.blocks import Block, Cell, Drawing, Result, Table, Text
 from fivefold.render.scene import Scene

@@ -6,162 +6,29 @@ ranking.best.layout, ranking.best.seconds
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from msgspec import structs
 
-from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint
-from fivefold.cost.step import Estimate, Workload, estimate, simulated_microbatches
+from fivefold.cost.peak_memory import USABLE_FRACTION, footprint
+from fivefold.cost.step import Workload, estimate, simulated_microbatches
 from fivefold.hardware.accelerators import usual_node
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.closed_forms import MEMORY_SLACK
-from fivefold.planner.mixed import divide_layers, merge_groups, refine_split, span_problems
-from fivefold.planner.mixed_space import MixedSpace, mixed_space
+from fivefold.planner.mixed import merge_groups, span_problems
+from fivefold.planner.mixed_search import mixed_options
+from fivefold.planner.mixed_space import mixed_space
+from fivefold.planner.option import Option, evaluate
 from fivefold.planner.space import SearchQuery, Space, few_of_a_kind, space
-from fivefold.schedules.registry import CATALOGUE, MAX_SIZE, RECORDS
+from fivefold.schedules.registry import CATALOGUE, MAX_SIZE
 from fivefold.schedules.text import to_text, with_derived_messages
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 from fivefold.support.ranges import SEQUENCES, misfit, within
 from fivefold.support.text import divisors, either
-
-# ---- option ---------------------------------------------------------------------------------------------------------
-# A layout with its time and its memory.
-#
-# evaluate(workload).seconds  # of the workload's own layout, exactly
-
-
-@dataclass(frozen=True)
-class Option:
-    """A layout with its time and its memory."""
-
-    workload: Workload
-    estimate: Estimate
-    footprint: Footprint
-
-    @property
-    def layout(self) -> Layout:
-        return self.workload.layout
-
-    @property
-    def seconds(self) -> float:
-        return self.estimate.seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.workload.batch * self.workload.seq / self.seconds
-
-    @property
-    def device_memory(self) -> int:
-        """Bytes of the fullest rank's device."""
-        return self.workload.device_memory_of(self.footprint.rank)
-
-    @property
-    def limit(self) -> float:
-        """Bytes of that device that a plan may fill."""
-        return USABLE_FRACTION * self.device_memory
-
-    @cached_property
-    def fits(self) -> bool:
-        """Whether the fullest rank fits into its device, and so all do."""
-        return self.footprint.total <= self.limit
-
-
-def evaluate(workload: Workload) -> Option:
-    """The workload's own layout, exactly."""
-    return Option(workload, estimate(workload), footprint(workload))
-
-
-# ---- search ---------------------------------------------------------------------------------------------------------
-# The best layouts over unlike nodes: closed forms rank all of them, and the survivors' own schedules decide.
-#
-# Layers are divided anew for each (`mixed.py`). `auto` has no useful closed form on unequal stages: it is built for the
-# best layouts of the other schedules, and competes with them.
-
-
-MIXED_SURVIVORS, MIXED_PER_KIND = 40, 2  # layouts that are timed exactly, in all and of one kind
-MIXED_BUDGET = 40_000  # (stage, microbatch) pairs to simulate for all of them, some 10 microseconds each
-MIXED_REFINED = 6  # of the best, layers are moved between stages
-MAX_MOVES = 40  # for each of these, within the same budget
-MAX_BUILT_PAIRS = 1024  # pairs of all schedules that are built for their stages: half a millisecond each
-MAX_ROUNDS = 32  # microbatches per stage, beyond which the ends of a step are too short to gain anything there
-NOTICEABLE = 0.999  # of the step with another schedule: a smaller gain counts as none
-BUILT_FOR_STAGES = tuple(record.name for record in RECORDS if record.uses_stage_times)
-
-
-def mixed_options(workload: Workload, candidates: MixedSpace, fixed: dict[str, Any], by: str) -> list[Option]:
-    """The survivors, timed exactly; if nothing fits, the smallest."""
-    options: list[Option] = []
-    spent = 0
-    for at in _survivors(candidates, by):
-        candidate = candidates.workload(workload, at)
-        spent += _simulated_pairs(candidate.layout)
-        if spent > MIXED_BUDGET and len(options) >= MIXED_REFINED:
-            break
-        options.append(evaluate(divide_layers(candidate)))
-    if by == "memory":
-        return options
-    best = _fitting_first(options)[:MIXED_REFINED]
-    moved = [_with_layers_moved(option) for option in best if not option.layout.record.uses_stage_times]
-    rest = [option for option in options if option not in best or option.layout.record.uses_stage_times]
-    built = [] if "schedule" in fixed else _with_built_schedules(_fitting_first([*moved, *rest]))
-    return [*moved, *rest, *built]
-
-
-def _simulated_pairs(layout: Layout) -> int:
-    """How many (stage, microbatch) pairs of a layout are simulated."""
-    return layout.stages * simulated_microbatches(layout)
-
-
-def _with_layers_moved(option: Option) -> Option:
-    moves = min(MAX_MOVES, MIXED_BUDGET // (MIXED_REFINED * _simulated_pairs(option.layout)))
-    return evaluate(refine_split(option.workload, moves)) if moves else option
-
-
-def _fitting_first(options: list[Option]) -> list[Option]:
-    return sorted(options, key=lambda option: (not option.fits, option.seconds))
-
-
-def _with_built_schedules(options: list[Option]) -> list[Option]:
-    """The layouts with one stage per rank that a schedule built for the seconds of their stages makes faster."""
-    quicker: list[Option] = []
-    spent = 0
-    for option in options:
-        for name in (name for name in BUILT_FOR_STAGES if name in option.workload.software.schedules):
-            layout = structs.replace(option.layout, schedule=name)
-            pairs = layout.pp * layout.microbatches
-            if option.layout.chunks == 1 and can_be_built(layout) and spent + pairs <= MAX_BUILT_PAIRS:
-                spent += pairs
-                candidate = evaluate(replace(option.workload, layout=layout))
-                quicker += [candidate] if candidate.seconds < option.seconds * NOTICEABLE else []
-    return quicker
-
-
-def can_be_built(layout: Layout) -> bool:
-    """Whether a schedule built for these very stages could gain anything, and does not take long to build."""
-    return layout.pp * layout.microbatches <= MAX_BUILT_PAIRS and layout.microbatches <= MAX_ROUNDS * layout.pp
-
-
-def _survivors(candidates: MixedSpace, by: str) -> list[int]:
-    """The fastest by the closed form, or those that need the smallest share of their devices; few of a kind."""
-    space = candidates.space
-    order = np.argsort(space.memory if by == "memory" else space.seconds, kind="stable")
-    of = space.of
-
-    def kind(at: int) -> tuple[Any, ...]:
-        recompute = space.shapes[of.shape[at]].recompute
-        return of.tp[at], of.pp[at], of.cp[at], of.zero[at], of.pipeline[at], recompute
-
-    chosen = few_of_a_kind(order[candidates.fits[order]].tolist(), kind, MIXED_PER_KIND, MIXED_SURVIVORS)
-    return chosen or [int(at) for at in np.argsort(space.memory)[:3]]
-
-
-# ---- search ---------------------------------------------------------------------------------------------------------
-
 
 By = Literal["throughput", "memory", "pareto"]
 SURVIVORS = 24  # layouts that are timed exactly

@@ -11,7 +11,7 @@ from typing import Any
 
 from fivefold.cost.model_state import FIVEFOLD_ACCOUNTING, PAPER_ACCOUNTING
 from fivefold.planner.explain import AxisTraffic, traffic, traffic_rank
-from fivefold.planner.search import Option
+from fivefold.planner.option import Option
 from fivefold.render.blocks import Block, Result, Table
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block

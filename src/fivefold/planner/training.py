@@ -23,7 +23,7 @@ from fivefold.planner.failure_costs import DEFAULT_FLEET, PUBLISHED, FailureCost
 from fivefold.planner.failure_simulation import SIMULATED_RUNS
 from fivefold.planner.goodput import GoodputRun, days_text
 from fivefold.planner.mixed import hosts_in_rank_order
-from fivefold.planner.search import Option
+from fivefold.planner.option import Option
 from fivefold.render.blocks import Table
 from fivefold.support.dtypes import DTYPES, precision_of
 from fivefold.support.errors import UserError

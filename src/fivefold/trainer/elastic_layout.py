@@ -20,8 +20,9 @@ from fivefold.job.config import Job
 from fivefold.launch.local import gpus_here
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import simplest
+from fivefold.planner.option import Option
 from fivefold.planner.plan import fixed_choices, workload_of
-from fivefold.planner.search import FIXABLE, Option, TooLarge, search
+from fivefold.planner.search import FIXABLE, TooLarge, search
 from fivefold.support.errors import UserError
 
 # ---- the cluster ----------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from fivefold.cost.step import Workload
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import CAUSE_NAMES, difference, nearest_fit, neighbours
 from fivefold.planner.nearest import nearest, problems, steps
+from fivefold.planner.option import Option
 from fivefold.planner.plan import option_of, plan
 from fivefold.planner.result import PlanResult, SimulateResult, simulation_figures
-from fivefold.planner.search import Option
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.support.errors import UserError
 from fivefold.web.question import (
