@@ -27,7 +27,7 @@ from fivefold.spec.kinds import MLP, WANTED_PARAMETERS, BlockKind, Mixer
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.plugin_calls import ask, error_text, value_text, wrong
-from fivefold.support.plugins import is_plugin, load_object
+from fivefold.support.plugins import is_plugin, resolve_class
 
 NO_RECOMPUTE = recomputed("none")
 
@@ -76,9 +76,9 @@ def _compiled_run(recompute: Recompute, ops: LocalOps) -> Callable[..., Tensor]:
 def branch(kind: BlockKind, spec: ModelSpec, ops: LocalOps, layer: int) -> nn.Module:
     """The module that computes a kind: the class that the kind names, which is its author's code as the kind is."""
     if not is_plugin(kind.name):
-        return load_object(kind.module)(kind, spec, ops)
+        return resolve_class(kind.module)(kind, spec, ops)
     try:
-        module = load_object(kind.module)(kind, spec, ops)
+        module = resolve_class(kind.module)(kind, spec, ops)
     except (Exception, SystemExit) as error:
         raise UserError(_protocol(kind, f"could not be made: {error_text(error, kind.name)}")) from error
     if not isinstance(module, nn.Module):

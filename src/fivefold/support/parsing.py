@@ -219,7 +219,7 @@ def _struct(kind: type[S], table: dict[str, Any], path: str, problems: list[str]
             missing = join(path, name)
             problems.append(Problem(f"{_without_index(missing)}.missing", f"{missing} is missing: it has no default"))
     if len(problems) == problems_before:
-        return _make_object(kind, values, problems)
+        return _make_struct(kind, values, problems)
     problems += misfits(kind, values, path).values()  # of a table that cannot be made, what else is wrong with it
     for name, value in values.items():
         if isinstance(value, msgspec.Struct):
@@ -227,7 +227,7 @@ def _struct(kind: type[S], table: dict[str, Any], path: str, problems: list[str]
     return None
 
 
-def _make_object(kind: type[S], values: dict[str, Any], problems: list[str]) -> S | None:
+def _make_struct(kind: type[S], values: dict[str, Any], problems: list[str]) -> S | None:
     """The object of a table; a plugin's class may have code that runs when one is made."""
     name = kind.__struct_config__.tag
     if not isinstance(name, str) or ":" not in name:

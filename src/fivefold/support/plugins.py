@@ -319,7 +319,7 @@ def _hint(attribute: str, module: ModuleType, fits: Callable[[Any], bool]) -> st
     return did_you_mean(attribute, nearest(attribute, names) or [*names[:_MAX_LISTED], *more])
 
 
-def load_object(place: str) -> Any:
+def resolve_class(place: str) -> Any:
     """What is at "package.module:Name", as a class of this process names it: code says so, and no file or peer."""
     module, _, name = place.partition(":")
     with redirect_stdout(sys.stderr):

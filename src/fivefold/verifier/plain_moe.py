@@ -16,7 +16,7 @@ from fivefold.spec.kinds import MLP
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.plugin_calls import error_text
-from fivefold.support.plugins import is_plugin, load_object
+from fivefold.support.plugins import is_plugin, resolve_class
 
 Linears = dict[str, list[Tensor]]  # of one expert, by name (gate, up, down): its weight and, if it has one, its bias
 
@@ -47,9 +47,9 @@ def replace_moe_layers(model: nn.Module, spec: ModelSpec, balancing: Balancing) 
 def _reference(kind: MLP, spec: ModelSpec, balancing: Balancing) -> "PlainMoE":
     """What a kind's module is held against; of a plugin it is the author's, as the kind is."""
     if not is_plugin(kind.name):
-        return cast(PlainMoE, load_object(kind.reference)(spec, balancing))
+        return cast(PlainMoE, resolve_class(kind.reference)(spec, balancing))
     try:
-        made = load_object(kind.reference)(spec, balancing)
+        made = resolve_class(kind.reference)(spec, balancing)
     except (Exception, SystemExit) as error:
         lack = f"could not be made: {error_text(error, kind.name)}"
         raise UserError(Problem("plugin.protocol", f"{kind.reference} of {kind.name} {lack}")) from error
