@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fivefold.data import documents
+from fivefold.data import documents, text_sources
 from fivefold.data.prepare import prepare
 from fivefold.support.errors import UserError
 from tests.refusals import refusal, same_words
@@ -187,7 +187,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_a_file_that_becomes_a_pipe_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "a.txt")
-    monkeypatch.setattr(documents, "irregular", lambda mode: None)
+    monkeypatch.setattr(text_sources, "irregular", lambda mode: None)
     assert "it is a FIFO" in str(refused(tmp_path / "a.txt"))
 
 

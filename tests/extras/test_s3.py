@@ -66,14 +66,14 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     env |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    object_storage._objects.cache_clear()  # sessions know their endpoint
+    object_storage._object_storage_of.cache_clear()  # sessions know their endpoint
     one = Server(port, env, getattr(request, "param", {}))
     one.start()
     if not one.more:
         one.bucket()
     yield one
     one.stop()
-    object_storage._objects.cache_clear()
+    object_storage._object_storage_of.cache_clear()
 
 
 def place(name: str) -> RemotePlace:
@@ -232,13 +232,13 @@ def test_a_server_that_accepts_and_never_answers_is_not_waited_for(monkeypatch: 
         for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1",
                             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}"}.items():  # fmt: skip
             monkeypatch.setenv(name, value)
-        object_storage._objects.cache_clear()
+        object_storage._object_storage_of.cache_clear()
         monkeypatch.setattr(object_storage, "_CALL_TIMEOUT", 3.0)
         start = time.monotonic()
         with pytest.raises(TimeoutError, match="the storage has not answered for 3 s"):
             Store(place("a")).complete()
         assert time.monotonic() - start < 60
-    object_storage._objects.cache_clear()
+    object_storage._object_storage_of.cache_clear()
 
 
 def test_a_bucket_of_many_things_is_read_past_them(server: Server) -> None:

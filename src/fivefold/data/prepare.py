@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.data.documents import Fields, Meter, documents, find_sources
+from fivefold.data.documents import Fields, documents
 from fivefold.data.index import (
     CHUNK_BYTES,
     FORMAT_VERSION,
@@ -36,6 +36,7 @@ from fivefold.data.index import (
     is_prepared,
 )
 from fivefold.data.order import uniform
+from fivefold.data.text_sources import Meter, find_sources
 from fivefold.data.tokenizer import Encoded, Tokenizer, encode_stream, load_tokenizer
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import HashedFile

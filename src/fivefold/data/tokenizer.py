@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.data.documents import Meter, TextPiece
+from fivefold.data.documents import TextPiece
 from fivefold.data.index import TOKENIZER_FILE, DataIndex, read_index
+from fivefold.data.text_sources import Meter
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import digest
 from fivefold.support.parsing import path_of, read_json
