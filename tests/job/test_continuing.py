@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from fivefold.job.config import Job, job_of, read_job, resolve
-from fivefold.job.resume_rules import FREE, MEANT, NEVER, RATE, RULES, changes, flat, refusals, rule_of
+from fivefold.job.resume_rules import FREE, MEANT, NEVER, RATE, RULES, changes, flat, resume_problems, rule_of
 from fivefold.optim.adamw import AdamW
 from fivefold.support.errors import Note, UserError
 
 
 def problems(before: Job, now: Job, done: int, named: bool = False) -> list[str]:
-    return refusals(before, now, done, changes(before, now), Path("runs/run"), named)
+    return resume_problems(before, now, done, changes(before, now), Path("runs/run"), named=named)
 
 
 def job(*words: str) -> Job:

@@ -13,7 +13,7 @@ from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
-from fivefold.planner.goodput import saved_bytes
+from fivefold.planner.failure_costs import saved_bytes
 from fivefold.planner.plan import fixed_choices, plan, plan_given_layout, simulate, workload_of
 from fivefold.planner.result import PlanResult
 from fivefold.render.blocks import to_text

@@ -12,7 +12,7 @@ from fivefold.foreign.adapter import Layout, layout_text
 from fivefold.foreign.compare import Deviation
 from fivefold.foreign.evidence import Cause, ModuleRow
 from fivefold.render.blocks import Block, Cell, Table, Text
-from fivefold.support.text import counted
+from fivefold.support.text import plural
 
 QUANTITIES = ("loss", "gradient", "norm", "parameter")
 Outcome = Literal["passed", "differs", "could not run"]
@@ -125,7 +125,7 @@ def failure(proof: LayoutProof) -> Iterator[Block]:
 
 def failures(proofs: Sequence[LayoutProof]) -> str:
     """How many of all layouts differ, and how many could not run."""
-    outcomes, all_of_them = [proof.outcome for proof in proofs], counted(len(proofs), "layout")
+    outcomes, all_of_them = [proof.outcome for proof in proofs], plural(len(proofs), "layout")
     differing, broken = outcomes.count("differs"), outcomes.count("could not run")
     if not differing:
         return f"{broken} of {all_of_them} could not run"

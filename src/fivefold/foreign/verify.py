@@ -37,8 +37,8 @@ from fivefold.foreign.measurement import (
 from fivefold.foreign.repeated import RepeatedCertificate, certified, read_certificate
 from fivefold.launch import processes
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import STEPS, checked, seconds, within
-from fivefold.support.text import did_you_mean, listed, nearest
+from fivefold.support.ranges import MAX_STEPS, check_range, seconds, within
+from fivefold.support.text import did_you_mean, first_of_many, nearest
 from fivefold.version import __version__
 
 TIMEOUT = 300.0  # seconds for one layout: large frameworks take long to import
@@ -69,8 +69,8 @@ def verify_adapter(
     >>> found.ok, found.proofs[0].layout
     (True, {'fsdp': 2})
     """
-    checked("--steps", steps, within(1, STEPS))
-    checked("--seed", seed, within(0, SEEDS))
+    check_range("--steps", steps, within(1, MAX_STEPS))
+    check_range("--seed", seed, within(0, SEEDS))
     seconds("--timeout", timeout)
     place = AdapterFile.of(adapter)
     chosen = [parse_layout(layout) for layout in layouts]
@@ -220,7 +220,7 @@ class _Proof:
 
     @property
     def _remarks(self) -> list[str]:
-        without = listed(self.reference.ungraded)
+        without = first_of_many(self.reference.ungraded)
         return [f"no gradient in one process, so none is compared: {without}"] if without else []
 
     def _explained(

@@ -22,7 +22,7 @@ from fivefold.labs.lab import Case, FileVerdict, Lab
 from fivefold.labs.messages import ANSWER, FOLDER, LabMessage, busiest, read, stuck, sums, told, wire_of
 from fivefold.labs.probes import differences
 from fivefold.render.blocks import Block, Result, Table, Text, mark
-from fivefold.support.text import counted
+from fivefold.support.text import plural
 
 TIMEOUT = 30.0  # seconds of one layout: a check has a dozen, and a minute
 _SHOWN = 3  # differences that are told of a layout
@@ -54,7 +54,7 @@ class LabCheck(Result):
     @property
     def summary(self) -> str:
         wrong = sum(not outcome.passed for outcome in self.outcomes)
-        count = counted(len(self.outcomes), "layout")
+        count = plural(len(self.outcomes), "layout")
         if wrong:
             return f"{self.lab.name}: {wrong} of {count} {'is' if wrong == 1 else 'are'} not right yet"
         worst = max((d.error for one in self.outcomes for d in one.proof.deviations), default=0.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from fivefold.cost.collective_time import Kind, wire
-from fivefold.support.text import counted
+from fivefold.support.text import plural
 
 ANSWER = "FIVEFOLD_LAB_FILE"  # in the environment of ranks: the student's file
 FOLDER = "FIVEFOLD_LAB_MESSAGES"  # and where each of them writes its messages
@@ -130,5 +130,5 @@ def _matching(messages: Sequence[LabMessage], kind: str, peer: int) -> str:
 
 def told(messages: Sequence[LabMessage]) -> str:
     """`2 all-reduces with 3,072 bytes`"""
-    parts = [f"{counted(calls, kind)} with {payload:,} bytes" for kind, (calls, payload) in sums(messages).items()]
+    parts = [f"{plural(calls, kind)} with {payload:,} bytes" for kind, (calls, payload) in sums(messages).items()]
     return ", ".join(parts) or "nothing"

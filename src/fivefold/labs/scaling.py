@@ -16,7 +16,7 @@ from fivefold.launch.host import cores
 from fivefold.render.blocks import Block, Drawing, Result, Table, Text
 from fivefold.render.scene import BLUE, GREY, Rect, Scene, Shape, TextMark
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import STEPS, checked, within
+from fivefold.support.ranges import MAX_STEPS, check_range, within
 
 if TYPE_CHECKING:
     from rich.text import Text as RichText
@@ -106,7 +106,7 @@ class LabBench(Result):
 
 def bench_lab(answer: str | Path, *, rounds: int = 5, ranks: Sequence[int] = _WORLDS) -> LabBench:
     """Time an answer on these numbers of ranks, and one process of PyTorch's own code for 1."""
-    checked("--rounds", rounds, within(1, STEPS))
+    check_range("--rounds", rounds, within(1, MAX_STEPS))
     lab, file = lab_in(Path(answer))
     if lab.bench is None:
         raise UserError(f"the lab {lab.name} has nothing to time", "lab.bench")

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fivefold.foreign.adapter import AdapterFile, import_adapter
 from fivefold.labs.messages import ANSWER, FOLDER, LabMessage
 from fivefold.labs.probes import ALONE, file_of
-from fivefold.parallel.traffic import SPACES, bytes_of, group_of, kind_of, name_of, named_args
+from fivefold.parallel.traffic_counter import SPACES, bytes_of, group_of, kind_of, name_of, named_args
 from fivefold.support.errors import UserError
 
 

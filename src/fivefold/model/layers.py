@@ -75,7 +75,7 @@ class Linear(nn.Linear):
 # The activations of dense feed-forward networks and of experts.
 
 
-CLAMP = 7.0  # swiglu_limit of gpt-oss
+SWIGLU_LIMIT = 7.0  # swiglu_limit of gpt-oss
 
 
 def gated(name: str) -> bool:
@@ -90,7 +90,7 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def _swiglu_clamped(gate: Tensor, up: Tensor) -> Tensor:
     """gpt-oss: the gate is bounded above, the input on both sides; 1.702 makes the sigmoid a GELU's."""
-    gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
@@ -106,7 +106,7 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 # Norms whose weights have higher precision than their input: computed in the weights' dtype, and cast at the end.
 
 
-def normed(norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def apply_norm(norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`norm` of x [..., E] with the given parameters, which may be shards of the module's."""
     if x.dtype == weight.dtype:
         return _stock_norm(norm, x, weight, bias)

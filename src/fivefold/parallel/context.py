@@ -26,7 +26,7 @@ from fivefold.model.layers import TokenPositions, accum_dtype
 from fivefold.model.masks import Attended, Documents, causal_spans, check_runs, full_spans
 from fivefold.model.ops import LocalAttention
 from fivefold.model.recompute import save_output
-from fivefold.model.windows import WindowMask
+from fivefold.model.sliding_window import WindowMask
 from fivefold.parallel.collectives import RingExchange, all_gather, all_to_all, reduce_scatter, wait
 from fivefold.parallel.mesh import Axis, Mesh
 
