@@ -12,12 +12,12 @@ class Mistake(NamedTuple):
     words: tuple[str, ...]
 
 
-def _of(lab: str, *rows: tuple[str, list[tuple[str, str]], list[str]]) -> list[Mistake]:
+def rows_of(lab: str, *rows: tuple[str, list[tuple[str, str]], list[str]]) -> list[Mistake]:
     return [Mistake(lab, what, tuple(edits), tuple(words)) for what, edits, words in rows]
 
 
 _SUM = "        dist.all_reduce(x, group=group)\n        return x"
-LINEAR = _of(
+LINEAR = rows_of(
     "linear",
     ("no sum forward", [("        x = x.clone()\n" + _SUM, "        return x")],
      ["the output of the row-parallel layer is in parts", "all-reduce what each rank's features give"]),
@@ -43,7 +43,7 @@ LINEAR = _of(
      ["the numbers are right, but a rank sends 3 all-reduces"]),
 )  # fmt: skip
 _COPY = "        gradient = gradient.contiguous().clone()\n        dist.all_reduce(gradient, group=ctx.group)\n"
-ATTENTION = _of(
+ATTENTION = rows_of(
     "attention",
     ("no sum after o", [("return Sum.apply(F.linear(mixed, self.o), self.group)", "return F.linear(mixed, self.o)")],
      ["the output of the layer is in parts", "are to be summed over tp"]),
@@ -61,7 +61,7 @@ ATTENTION = _of(
       "    def backward(ctx, gradient):\n        gradient = gradient.clone()\n        dist.all_reduce(gradient)\n        return gradient, None")], ["exactly x 2 = tp"]),
     ("o by rows", [("o[:, rows]", "o[rows]")], ["(attention.py, line"]),
 )  # fmt: skip
-SEQUENCE = _of(
+SEQUENCE = rows_of(
     "sequence",
     ("tokens joined in dimension 0", [("return torch.cat(parts, dim=1)", "return torch.cat(parts, dim=0)")],
      ["the gathered tokens has the shape"]),
@@ -77,7 +77,7 @@ SEQUENCE = _of(
       "        dist.all_reduce(gradient, group=ctx.group)\n        gradient /= dist.get_world_size(ctx.group)\n")],
      ["exactly x 0.5 = 1/tp"]),
 )  # fmt: skip
-DATA_PARALLEL = _of(
+DATA_PARALLEL = rows_of(
     "data_parallel",
     ("a sum", [("            flat /= dist.get_world_size(self.group)\n", "")], ["exactly x 2 = dp", "a mean over ranks is wanted"]),
     ("a mean twice", [("            flat /= dist.get_world_size(self.group)\n",
@@ -97,7 +97,7 @@ DATA_PARALLEL = _of(
     ("the wrong order in a bucket", [("for parameter, mean in zip(bucket, ", "for parameter, mean in zip(bucket[::-1], ")],
      ["(data_parallel.py, line"]),
 )  # fmt: skip
-ZERO = _of(
+ZERO = rows_of(
     "zero",
     ("a sum", [("    return own[: end - first] / ranks", "    return own[: end - first]")], ["parameters move x 2"]),
     ("the whole state on every rank", [("self.optimizer = torch.optim.SGD([self.shard], lr=lr, momentum=momentum)",
@@ -110,7 +110,7 @@ ZERO = _of(
       "        whole = torch.cat([one.detach().reshape(-1) for one in self.parameters])\n        first, end = bounds(self.size, dist.get_world_size(self.group), dist.get_rank(self.group))\n        whole[first:end] = self.shard.detach()\n")],
      ["parameter"]),
 )  # fmt: skip
-PIPELINE = _of(
+PIPELINE = rows_of(
     "pipeline",
     ("losses that are not divided", [("(output / microbatches).backward()", "output.backward()")], ["exactly x 3 = m", "each counts 1/m"]),
     ("divided twice", [("(output / microbatches).backward()", "(output / microbatches**2).backward()")], ["1/m"]),
@@ -124,7 +124,7 @@ PIPELINE = _of(
      ["the schedule says"]),
     ("one loss for all", [("return [losses[number].detach() for number in sorted(losses)]", "return [losses[0].detach() for number in sorted(losses)]")], ["loss"]),
 )  # fmt: skip
-RING = _of(
+RING = rows_of(
     "ring",
     ("no log-sum-exp", [("output = output * (lse - merged).exp().unsqueeze(-1) + (scores - merged.unsqueeze(-1)).exp() @ block[1]",
                          "output = output + scores.softmax(-1) @ block[1]")], ["the output"]),
@@ -139,7 +139,7 @@ RING = _of(
     ("exp of scores", [("            own = scores.logsumexp(-1)\n", "            own = scores.exp().sum(-1).log()\n")], ["the output has", "nan or infinite"]),
     ("one step too many", [("            if step < ranks - 1:\n                block = pass_on(block, group)\n", "            block = pass_on(block, group)\n")], ["the numbers are right, but a rank sends"]),
 )  # fmt: skip
-EXPERTS = _of(
+EXPERTS = rows_of(
     "experts",
     ("results in another order", [("index_add(0, token, back", "index_add(0, token.sort()[0], back")], ["the output"]),
     ("no weights", [("back * weights[order].unsqueeze(-1)", "back")], ["the output differs", "the softmax over the chosen scores"]),
@@ -152,7 +152,7 @@ EXPERTS = _of(
     ("all tokens to all", [("        scores, chosen", "        everywhere = [torch.empty(10, 6, dtype=x.dtype) for _ in range(dist.get_world_size(self.group))]\n        dist.all_gather(everywhere, torch.zeros(10, 6, dtype=x.dtype), group=self.group)\n        scores, chosen")], ["a token is needed on the ranks of its 2 experts alone"]),
     ("gradients reduced again", [("        self.down = nn.Parameter(down.chunk(ranks)[rank].clone())", "        self.down = nn.Parameter(down.chunk(ranks)[rank].clone())\n        self.down.register_hook(lambda gradient: gradient / ranks)")], ["exactly x 0.5", "is whole"]),
 )  # fmt: skip
-SCHEDULE = _of(
+SCHEDULE = rows_of(
     "schedule",
     ("a W that is missing", [(" W0.7\n", "\n")], ["W0.7"]),
     ("an I that is missing", [(" I0.6", "")], ["I0.6"]),
@@ -166,7 +166,7 @@ SCHEDULE = _of(
     ("no buffers", [("buffers 2", "buffers 0")], ["buffers"]),
 )  # fmt: skip
 _BEST = "dp=128,zero=3,microbatches=2,recompute=full"
-DECISION = _of(
+DECISION = rows_of(
     "decision",
     ("nothing is sharded", [("zero=3", "zero=0")], ["it does not fit", "nearest: --layout"]),
     ("tensor parallelism over nodes", [(_BEST, "dp=8,tp=16,zero=1,sp,microbatches=8,recompute=full")], ["longer than the planner's best"]),

@@ -31,6 +31,7 @@ class LayoutProof:
     deviations: Sequence[Deviation]  # the worst first
     causes: Sequence[Cause] = ()
     broken: str = ""  # why there are no numbers, or none of what came after the deviations
+    ended: str = ""  # how a rank ended then: "hung", "died", "raised", or the code of what was refused
     details: str = ""
     compared: Compared = "values"
     unlike_masks: bool = False  # dropout's: the causes that are told of them are a difference by themselves

@@ -86,6 +86,11 @@ class Lab:
         return HOME / self.name
 
     @property
+    def layouts(self) -> int:
+        """How many a check runs."""
+        return sum(len(case.layouts) for case in self.cases)
+
+    @property
     def file(self) -> str:
         """The student's file."""
         return f"{self.name}{self.suffix}"

@@ -45,13 +45,18 @@ class LabMessage(NamedTuple):
 
 def read(folder: Path, layout: str, world: int) -> list[list[LabMessage]]:
     """By rank; what a rank was writing when it was ended is left out."""
-    ranks = []
-    for rank in range(world):
-        file = folder / f"{layout}-{rank}.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("}")]
-        ranks.append([LabMessage(**{**row, "ranks": tuple(row.get("ranks", ()))}) for row in rows])
-    return ranks
+    files = [folder / f"{layout}-{rank}.jsonl" for rank in range(world)]
+    texts = [file.read_text(errors="replace") if file.exists() else "" for file in files]
+    return [[message for line in text.splitlines() for message in _read(line)] for text in texts]
+
+
+def _read(line: str) -> list[LabMessage]:
+    """The message in a line; an answer can write other lines into the file."""
+    try:
+        row = json.loads(line)
+        return [LabMessage(str(row["kind"]), int(row["payload"]), tuple(row.get("ranks", ())), row.get("peer"))]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []
 
 
 def busiest(ranks: Sequence[Sequence[LabMessage]]) -> list[LabMessage]:

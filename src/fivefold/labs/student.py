@@ -3,8 +3,10 @@
 The checks of the labs (`linear/check.py` and its like) are adapters of `fivefold verify --adapter`, and use this.
 """
 
+import errno
 import json
 import os
+import resource
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,11 +26,15 @@ from fivefold.labs.probes import ALONE, file_of
 from fivefold.parallel.traffic import SPACES, bytes_of, group_of, kind_of, name_of, named_args
 from fivefold.support.errors import UserError
 
+_LARGEST = 64 << 20  # bytes of a file that a rank writes: what it prints goes into one, too
+
 
 @cache
 def answer() -> Any:
     """The student's module. Only ranks import it."""
-    return import_adapter(AdapterFile(Path(os.environ[ANSWER])))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST, _LARGEST))
+    with own_errors():
+        return import_adapter(AdapterFile(Path(os.environ[ANSWER])))
 
 
 def called(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +57,13 @@ def own_errors(file: Path | None = None) -> Iterator[None]:
         raise
     except NotImplementedError as error:
         raise UserError(f"{_where(error, file)} is not written yet", "lab.hole") from error
+    except (SystemExit, KeyboardInterrupt) as error:
+        wrong = f"{_where(error, file)} ends its rank ({error!r}); it has to return to its caller"
+        raise UserError(wrong, "lab.exit") from error
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            much = f"{_where(error, file)} writes or prints more than {_LARGEST >> 20} MB, the limit of a lab"
+            raise UserError(much, "lab.output") from error
         raise UserError(f"{_where(error, file)} raised {type(error).__name__}: {error}", "lab.raised") from error
 
 
@@ -79,11 +91,27 @@ def unlike(shape: tuple[int, ...], seed: int) -> Tensor:
 
 def probe(layout: Mapping[str, Any], name: str, tensor: Tensor) -> None:
     """Keep what is computed on the way, for the parent to compare (`probes.py`)."""
+    if layout:
+        expect(isinstance(tensor, Tensor), f"{name} is {_kind(tensor)}", "a tensor")
+        expect(tensor.dtype == torch.float64, f"{name} is {_kind(tensor)}", "float64, as what goes in is")
     if folder := os.environ.get(FOLDER):
         text = ",".join(f"{key}={value}" for key, value in layout.items()) or ALONE
         file = file_of(Path(folder), text, dist.get_rank(), name)
         if layout or not file.exists():  # one process computes parts of the batch later, to explain a difference
             np.save(file, tensor.detach().numpy())
+
+
+def expect(holds: bool, found: str, wanted: str) -> None:
+    """Refuse what an answer returns."""
+    if not holds:
+        raise UserError(f"{found} on rank {dist.get_rank()}; it should be {wanted}", "lab.value")
+
+
+def _kind(value: Any) -> str:
+    """`None`, `a list`, `torch.float32`"""
+    if isinstance(value, Tensor):
+        return str(value.dtype)
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------

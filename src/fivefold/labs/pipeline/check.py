@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.labs.pipeline.lab import LAYERS, SAMPLES, WIDTH, actions
-from fivefold.labs.student import called, load_shards, mark, recorded, unlike
+from fivefold.labs.student import called, expect, load_shards, mark, recorded, unlike
 
 
 class Layers(nn.Module):
@@ -66,6 +66,14 @@ class Check:
         arguments = (given, model, inputs, lambda y, i: F.mse_loss(y, targets[i]), shape, dist.group.WORLD)
         with recorded(self.layout):
             losses = called("run", *arguments)
+            last = dist.get_rank() == stages - 1
+            wanted = f"a list of {m} losses" if last else "[]: the last stage alone has losses"
+            held = (
+                f"run returns {type(losses).__name__}"
+                if not isinstance(losses, list)
+                else f"run returns {len(losses)} losses"
+            )
+            expect(isinstance(losses, list) and len(losses) == (m if last else 0), held, wanted)
         for hook in hooks:
             hook.remove()
         if dist.get_rank() < stages - 1:
