@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from fivefold.labs.lab import F64, Case, Hint, Lab
+from fivefold.labs.lab import F64, Case, Hint, Lab, along
 from fivefold.labs.messages import LabMessage
 
 B, S, D, HEAD = 2, 6, 16, 4  # sequences, tokens, width, and width of a head
@@ -53,5 +53,5 @@ LAB = Lab(
             ("exactly x", "= tp"), "the gradient of a sum is a copy: the backward pass of the all-reduce sends nothing"
         ),
     ),
-    bench="tp",
+    bench=along("tp"),
 )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from fivefold.labs.lab import F64, Case, Hint, Lab
+from fivefold.labs.lab import F64, Case, Hint, Lab, along
 from fivefold.labs.messages import LabMessage
 
 SAMPLES, WIDTHS = 8, (6, 10, 10, 3)  # of the batch; of the layers between which a gelu stands
@@ -53,4 +53,5 @@ LAB = Lab(
         Hint(("missing SUM",), "these gradients are divided and never reduced"),
         Hint(("zero or missing",), "what is reduced has to be copied back into the gradients"),
     ),
+    bench=along("dp"),
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fivefold.labs.lab import Case, Hint, Lab
+from fivefold.labs.lab import Case, Hint, Lab, along
 from fivefold.labs.messages import LabMessage, told
 
 D, HIDDEN, EXPERTS, TOP = 6, 8, 4, 2  # width, an expert's width, experts, and how many of them each token goes to
@@ -42,4 +42,5 @@ LAB = Lab(
         Hint(("up", "missing"), "an expert has the tokens of all ranks: backward of an exchange is the one back"),
         Hint(("exactly x",), "an expert has the tokens of all ranks: its gradient is whole, and not to be reduced"),
     ),
+    bench=along("ep"),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from fivefold.labs.lab import F64, Case, Hint, Lab
+from fivefold.labs.lab import F64, Case, Hint, Lab, along
 from fivefold.labs.messages import LabMessage
 
 B, H, D = 2, 2, 4  # sequences, heads, and width of a head
@@ -34,4 +34,5 @@ LAB = Lab(
         Hint(("(k, v", "missing SUM"), "each rank has a part of the gradient of every block: it travels on with it"),
         Hint(("no one factor",), "backward uses the log-sum-exp and the output of all keys, and not of a block's own"),
     ),
+    bench=along("cp"),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from fivefold.labs.lab import F64, Case, Hint, Lab
+from fivefold.labs.lab import F64, Case, Hint, Lab, along
 from fivefold.labs.messages import LabMessage
 
 B, D, HIDDEN = 2, 8, 12  # sequences, width, and width between the two matrices
@@ -35,4 +35,5 @@ LAB = Lab(
         Hint(("exactly x", "= tp"), "a gradient that is whole already is summed once more"),
         Hint(("add up to the truth",), "the backward pass of an all-gather is a reduce-scatter, which sums"),
     ),
+    bench=along("tp"),
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from fivefold.labs.lab import F64, Case, Hint, Lab
+from fivefold.labs.lab import F64, Case, Hint, Lab, along
 from fivefold.labs.messages import LabMessage
 
 SAMPLES, WIDTHS = 8, (5, 9, 3)  # of the batch; of two layers without biases
@@ -66,4 +66,5 @@ LAB = Lab(
         Hint(("ranks that hold the same elements disagree",), "each rank needs the shards that others updated"),
     ),
     steps=3,
+    bench=along("dp"),
 )
