@@ -179,13 +179,14 @@ class AdapterProof:
             ranks = self._measure(layout, world, self.settings, parts)
             noisy = self._measure(layout, world, self._watched) if self.reference.random else []
         except (processes.RankError, UserError) as error:
-            details, ended = "", "".join(error.codes[:1]) if isinstance(error, UserError) else ""
+            details, ended, stacks = "", "".join(error.codes[:1]) if isinstance(error, UserError) else "", {}
             if isinstance(error, processes.RankError):
                 details, ended = error.details, error.kind
+                stacks = {end.rank: end.stack for end in error.ends if end.kind == "hung"}
             deviations = self._until_it_failed(parts)
             return LayoutProof(
                 layout, world, time.perf_counter() - start, deviations, broken=_said(error), ended=ended,
-                details=details, remarks=self._remarks,
+                details=details, stacks=stacks, remarks=self._remarks,
             )  # fmt: skip
         if (unlike := _unlike_batches(self.reference, ranks)) is not None:
             broken = (

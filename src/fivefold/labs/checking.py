@@ -20,7 +20,7 @@ from fivefold.foreign.verify import AdapterProof
 from fivefold.labs.catalogue import lab_in, other_statement
 from fivefold.labs.ends import FINAL, ended
 from fivefold.labs.lab import Case, FileVerdict, Lab
-from fivefold.labs.messages import ANSWER, FOLDER, LabMessage, busiest, read, sums, told, wire_of
+from fivefold.labs.messages import ANSWER, FOLDER, LabMessage, busiest, read, sums, told, unwritten, wire_of
 from fivefold.labs.probes import differences
 from fivefold.render.blocks import Block, Result, Table, Text, mark
 from fivefold.support.ranges import seconds
@@ -147,6 +147,8 @@ def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
         problems = [ended(proof, lab.file, messages), *on_the_way]
     elif not proof.passed:
         problems = on_the_way or _causes(lab, proof)
+    elif lost := unwritten(messages):
+        problems = [lost]
     else:
         problems = on_the_way or _too_much(sent, case.needs(layout) if case.needs else None)
         if case.judge and (text := case.judge(messages)):

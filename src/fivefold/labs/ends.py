@@ -1,12 +1,18 @@
 """How a rank of an answer ended where it did not return: in a sentence, in the words of a lab and not of adapters."""
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from fivefold.foreign.layout_proof import LayoutProof
 from fivefold.labs.messages import LabMessage, stuck
 
 # After these, other layouts say the same, or take their whole time limit, too.
-FINAL = ("hung", "died", "lab.hole", "lab.name", "lab.exit", "adapter.import", "adapter.package", "adapter.file")
+FINAL = (
+    *("hung", "died", "lab.hole", "lab.name", "lab.exit", "lab.output"),
+    *("adapter.import", "adapter.package", "adapter.file"),
+)
+_FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')  # of faulthandler, the innermost first
 
 
 def ended(proof: LayoutProof, file: str, messages: Sequence[Sequence[LabMessage]]) -> str:
@@ -17,9 +23,14 @@ def ended(proof: LayoutProof, file: str, messages: Sequence[Sequence[LabMessage]
         return f"{left} in the middle of the step: {file} has to return to its caller, and not to exit"
     if proof.ended != "hung":
         return text
-    return "; ".join(filter(None, [stuck(messages), _own_loop(text, file)])) or text
+    places = {rank: place for rank, stack in proof.stacks.items() if (place := _place(stack, file))}
+    told = [f"rank {rank} is in {place}" for rank, place in places.items()]
+    if waits := stuck(messages):
+        return "; ".join([waits, *told])
+    return "; ".join([text.partition(";")[0], *told]) if told else text
 
 
-def _own_loop(text: str, file: str) -> str:
-    """`rank 1 gave no answer within 30 s; it is in linear.py, line 20`, where that is a line of the answer."""
-    return text.partition("; with it hang")[0] if f" {file}, line " in text else ""
+def _place(stack: str, file: str) -> str:
+    """The innermost line of the answer in a stack."""
+    found = [(line, function) for path, line, function in _FRAME.findall(stack) if Path(path).name == file]
+    return f"{found[0][1]} ({file}, line {found[0][0]})" if found else ""

@@ -12,8 +12,9 @@ from fivefold.support.text import counted
 ANSWER = "FIVEFOLD_LAB_FILE"  # in the environment of ranks: the student's file
 FOLDER = "FIVEFOLD_LAB_MESSAGES"  # and where each of them writes its messages
 _DIRECT = ("send", "receive")
-# The end; all gradients are there; elements of an optimizer's state, as payload; a stage's forward and its backward.
-MARKS = ("end", "backward", "state", "F", "B")
+# The end; all gradients are there; elements of an optimizer's state, as payload; a stage's forward and its backward; a
+# wait for a collective.
+MARKS = ("end", "backward", "state", "F", "B", "wait")
 
 
 class LabMessage(NamedTuple):
@@ -57,6 +58,16 @@ def _read(line: str) -> list[LabMessage]:
         return [LabMessage(str(row["kind"]), int(row["payload"]), tuple(row.get("ranks", ())), row.get("peer"))]
     except (ValueError, TypeError, KeyError, AttributeError):
         return []
+
+
+def unwritten(ranks: Sequence[Sequence[LabMessage]]) -> str:
+    """A rank of which it is not known what it sent, though it is through."""
+    rank = next((rank for rank, messages in enumerate(ranks) if not any(one.kind == "end" for one in messages)), None)
+    if rank is None:
+        return ""
+    return (
+        f"what rank {rank} sends is not known: its messages are written into a file, which the answer must leave alone"
+    )
 
 
 def busiest(ranks: Sequence[Sequence[LabMessage]]) -> list[LabMessage]:

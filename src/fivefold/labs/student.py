@@ -8,7 +8,7 @@ import json
 import os
 import resource
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
@@ -34,7 +34,13 @@ def answer() -> Any:
     """The student's module. Only ranks import it."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST, _LARGEST))
     with own_errors():
-        return import_adapter(AdapterFile(Path(os.environ[ANSWER])))
+        return import_adapter(AdapterFile(_places()[0]))
+
+
+@cache
+def _places() -> tuple[Path, str]:
+    """The student's file, and where messages go, as they were before the answer was imported."""
+    return Path(os.environ[ANSWER]), os.environ.get(FOLDER, "")
 
 
 def called(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +56,7 @@ def called(name: str, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def own_errors(file: Path | None = None) -> Iterator[None]:
     """An exception that has come through the student's file is theirs, and told in a sentence."""
-    file = file or Path(os.environ[ANSWER])
+    file = file or _places()[0]
     try:
         yield
     except UserError:
@@ -75,9 +81,14 @@ def _where(error: BaseException, file: Path) -> str:
 # ---- shards ---------------------------------------------------------------------------------------------------------
 
 
-def load_shards(model: nn.Module, made_anew: nn.Module) -> None:
-    """Give a model the shards that the student's constructors take of other full weights."""
+def load_shards(model: nn.Module, made_anew: nn.Module, names: Iterable[str] = ()) -> None:
+    """Give a model the shards that the student's constructors take of other full weights. `names` are of parameters
+    that every rank has to have."""
     values = dict(made_anew.named_parameters())
+    for name in names:
+        wanted = f"this rank's part of it has to be an nn.Parameter called {name.rpartition('.')[2]}"
+        if name not in values:
+            raise UserError(f"the model on rank {dist.get_rank()} has no parameter {name}: {wanted}", "lab.parameter")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(values[name])
@@ -92,9 +103,9 @@ def unlike(shape: tuple[int, ...], seed: int) -> Tensor:
 def probe(layout: Mapping[str, Any], name: str, tensor: Tensor) -> None:
     """Keep what is computed on the way, for the parent to compare (`probes.py`)."""
     if layout:
-        expect(isinstance(tensor, Tensor), f"{name} is {_kind(tensor)}", "a tensor")
-        expect(tensor.dtype == torch.float64, f"{name} is {_kind(tensor)}", "float64, as what goes in is")
-    if folder := os.environ.get(FOLDER):
+        expect(isinstance(tensor, Tensor), f"{name} is {kind_of_value(tensor)}", "a tensor")
+        expect(tensor.dtype == torch.float64, f"{name} is {kind_of_value(tensor)}", "float64, as what goes in is")
+    if folder := _places()[1]:
         text = ",".join(f"{key}={value}" for key, value in layout.items()) or ALONE
         file = file_of(Path(folder), text, dist.get_rank(), name)
         if layout or not file.exists():  # one process computes parts of the batch later, to explain a difference
@@ -107,7 +118,7 @@ def expect(holds: bool, found: str, wanted: str) -> None:
         raise UserError(f"{found} on rank {dist.get_rank()}; it should be {wanted}", "lab.value")
 
 
-def _kind(value: Any) -> str:
+def kind_of_value(value: Any) -> str:
     """`None`, `a list`, `torch.float32`"""
     if isinstance(value, Tensor):
         return str(value.dtype)
@@ -159,6 +170,34 @@ def mark(kind: str, payload: int = 0) -> None:
         os.write(_FILE[-1], (json.dumps({"kind": kind, "payload": payload}) + "\n").encode())
 
 
+def mark_waits(name: str) -> None:
+    """From now on a call of this function of torch.distributed that blocks is marked, and each wait for one that does
+    not: neither is an operation of the dispatcher."""
+    function = getattr(dist, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        work = function(*args, **kwargs)
+        if work is None:
+            mark("wait")
+        return work and _MarkedWork(work)
+
+    if not hasattr(function, "marked"):
+        called.marked = True  # type: ignore[attr-defined]
+        setattr(dist, name, called)
+
+
+class _MarkedWork:
+    def __init__(self, work: Any):
+        self._work = work
+
+    def wait(self, *args: Any) -> Any:
+        mark("wait")
+        return self._work.wait(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
 @contextmanager
 def recorded(layout: Mapping[str, Any], again: bool = False) -> Iterator[None]:
     """Messages of a step go to FOLDER, into a file of this layout and rank; only those of the last step are left.
@@ -167,7 +206,7 @@ def recorded(layout: Mapping[str, Any], again: bool = False) -> Iterator[None]:
         with TIMERS[-1](), own_errors():
             yield
         return
-    folder = os.environ.get(FOLDER)
+    folder = _places()[1]
     if not folder or not layout:
         yield
         return

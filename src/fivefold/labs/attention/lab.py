@@ -30,7 +30,7 @@ LAB = Lab(
     "heads over ranks, two all-reduces a layer, and kv heads that are fewer than ranks",
     (
         Case("heads", ("tp=2", "tp=4"), "four heads", needs(4), {MIXED: -1, SUMMED: None}),
-        Case("grouped", ("tp=2",), "two kv heads", needs(2), {MIXED: -1, SUMMED: None}),
+        Case("grouped", ("tp=2", "tp=4"), "two kv heads", needs(2), {MIXED: -1, SUMMED: None}),
         Case("shared", ("tp=2", "tp=4"), "kv heads that ranks share", needs(1), {MIXED: -1, SUMMED: None}),
     ),
     (

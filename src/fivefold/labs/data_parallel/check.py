@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.labs.data_parallel.lab import BUCKET, SAMPLES, START, WIDTHS
-from fivefold.labs.student import called, load_shards, mark, probe, recorded, unlike
+from fivefold.labs.student import TIMERS, called, load_shards, mark, mark_waits, probe, recorded, unlike
 
 
 class Layers(nn.Module):
@@ -36,6 +36,8 @@ class Check:
 
     def build(self, layout: dict[str, int]) -> nn.Module:
         self.layout = layout
+        if layout and not TIMERS:
+            mark_waits("all_reduce")
         other = {name: weight + dist.get_rank() for name, weight in self.weights.items()}
         model = self.made(other)
         probe(layout, START, self.inner(model).weights[-1])

@@ -31,6 +31,11 @@ def overlaps(ranks: Sequence[Sequence[LabMessage]]) -> str:
                 f"the numbers are right, but rank {rank} sends its first bucket after the whole backward pass: send "
                 "one as soon as its gradients are there"
             )
+        if "wait" in before:
+            return (
+                f"the numbers are right, but rank {rank} waits for a bucket while gradients are still to be computed: "
+                "send it with async_op=True, and wait in finish()"
+            )
     return ""
 
 

@@ -76,7 +76,7 @@ class Check:
         return Model(self.own(weights["x"]), moe)
 
     def load(self, model: Model, full: dict[str, Tensor]) -> None:
-        load_shards(model, self.made(full))
+        load_shards(model, self.made(full), full)
 
     def batch(self, step: int) -> Tensor:
         """What each element of the output counts in the loss, so that no two errors cancel."""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.labs.pipeline.lab import LAYERS, SAMPLES, WIDTH, actions
-from fivefold.labs.student import called, expect, load_shards, mark, recorded, unlike
+from fivefold.labs.student import called, expect, kind_of_value, load_shards, mark, recorded, unlike
 
 
 class Layers(nn.Module):
@@ -74,7 +74,7 @@ class Check:
             last = dist.get_rank() == stages - 1
             wanted = f"a list of {m} losses" if last else "[]: the last stage alone has losses"
             held = (
-                f"run returns {type(losses).__name__}"
+                f"run returns {kind_of_value(losses)}"
                 if not isinstance(losses, list)
                 else f"run returns {len(losses)} losses"
             )

@@ -1,9 +1,9 @@
 """Ring attention."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fivefold.labs.lab import F64, Case, Hint, Lab, along
-from fivefold.labs.messages import LabMessage
+from fivefold.labs.messages import MARKS, LabMessage, told
 
 B, H, D = 2, 2, 4  # sequences, heads, and width of a head
 TOKENS = 12  # of a sequence
@@ -18,14 +18,29 @@ def needs(layout: Mapping[str, int]) -> list[LabMessage]:
     return [LabMessage("send", block, tuple(range(cp)), 1)] * ((cp - 1) + (cp - 1) + cp)
 
 
+def in_a_ring(ranks: Sequence[Sequence[LabMessage]]) -> str:
+    """Blocks go to the next rank; what gathers them has the whole sequence in one place."""
+    for rank, messages in enumerate(ranks):
+        calls = [message for message in messages if message.kind not in (*MARKS, "receive")]
+        if odd := [message for message in calls if message.kind != "send"]:
+            return (
+                f"the numbers are right, but rank {rank} calls {told(odd)}: then it holds more than two blocks of keys "
+                "and values, which a ring is there to avoid"
+            )
+        following = (rank + 1) % len(ranks)
+        if odd := [message for message in calls if message.peer != following]:
+            return f"the numbers are right, but rank {rank} sends to rank {odd[0].peer}, and next in the ring is {following}"
+    return ""
+
+
 LAB = Lab(
     "ring",
     "Ring attention",
     "softmax in parts: how blocks of keys are merged, and what goes around the ring",
     (
-        Case("whole", ("cp=2", "cp=3", "cp=4"), "every token sees all", needs, {OUTPUT: 2}),
-        Case("causal", ("cp=2", "cp=4"), "causal", needs, {OUTPUT: 2}),
-        Case("large", ("cp=2",), "scores up to 1,000", needs, {OUTPUT: 2}),
+        Case("whole", ("cp=2", "cp=3", "cp=4"), "every token sees all", needs, {OUTPUT: 2}, in_a_ring),
+        Case("causal", ("cp=2", "cp=4"), "causal", needs, {OUTPUT: 2}, in_a_ring),
+        Case("large", ("cp=2",), "scores up to 1,000", needs, {OUTPUT: 2}, in_a_ring),
     ),
     (
         Hint((OUTPUT, "nan"), "a row that sees no key of a block has the maximum -inf; exp(-inf - -inf) is nan"),

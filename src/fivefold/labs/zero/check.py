@@ -59,7 +59,7 @@ class Check:
         return Layers(*map(Whole, values))
 
     def load(self, model: nn.Module, full: dict[str, Tensor]) -> None:
-        load_shards(model, self.made(full))
+        load_shards(model, self.made(full), full)
         if self.layout and not self.sharded:  # its shards are copies of weights
             self.optimizer = called("ZeroOneSGD", list(model.parameters()), LR, MOMENTUM, dist.group.WORLD)
 
