@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fivefold.foreign.layout_proof import LayoutProof
-from fivefold.labs.messages import LabMessage, stuck
+from fivefold.labs.messages import LabMessage, stuck, unlike
 
 # After these, other layouts say the same, or take their whole time limit, too.
 FINAL = (
@@ -18,6 +18,8 @@ _FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')  # of faulthandler, 
 def ended(proof: LayoutProof, file: str, messages: Sequence[Sequence[LabMessage]]) -> str:
     """Why a layout has no numbers, or not all of them."""
     text = proof.broken.replace("the adapter ", "")
+    if proof.ended == "died" and "SIGABRT" in text:  # gloo's way of ending where ranks expect other sizes
+        return unlike(messages) or text + _while_exchanging(messages)
     if proof.ended == "died" and "exit code" in text:
         left = text.partition(":")[0]
         return f"{left} in the middle of the step: {file} has to return to its caller, and not to exit"
@@ -28,6 +30,13 @@ def ended(proof: LayoutProof, file: str, messages: Sequence[Sequence[LabMessage]
     if waits := stuck(messages):
         return "; ".join([waits, *told])
     return "; ".join([text.partition(";")[0], *told]) if told else text
+
+
+def _while_exchanging(messages: Sequence[Sequence[LabMessage]]) -> str:
+    last = next((one[-1] for one in messages if one), None)
+    if last is None or last.kind != "all-to-all":
+        return ""
+    return " in an all-to-all: what one rank sends is not what another expects, by the split sizes that it is given"
 
 
 def _place(stack: str, file: str) -> str:

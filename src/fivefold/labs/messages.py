@@ -99,6 +99,8 @@ def stuck(ranks: Sequence[Sequence[LabMessage]]) -> str:
         if message.kind not in _DIRECT or message.peer is None:
             continue
         peer = message.peer
+        if not 0 <= peer < len(ranks):
+            return f"rank {rank} waits in {message}, and there are ranks 0 to {len(ranks) - 1}"
         other = last.get(peer)
         if other is None:
             return f"rank {rank} waits in {message}, and rank {peer} has sent and received nothing"
@@ -136,6 +138,22 @@ def _unlike_collectives(ranks: Sequence[Sequence[LabMessage]], last: Mapping[int
                 return f"{waits}; rank {member} is through after {numbers[member]}"
             if (theirs.kind, theirs.ranks, theirs.payload) != (message.kind, message.ranks, message.payload):
                 return f"{waits}, and rank {member} in {theirs}: ranks of a group call the same ones in the same order"
+    return ""
+
+
+def unlike(ranks: Sequence[Sequence[LabMessage]]) -> str:
+    """The first collective of all ranks that is not the same one on each of them; empty if there is none."""
+    everyone = tuple(range(len(ranks)))
+    calls = [[one for one in messages if one.ranks == everyone and one.kind not in _DIRECT] for messages in ranks]
+    for number, row in enumerate(zip(*calls, strict=False), 1):
+        if row[0].kind == row[-1].kind == "all-to-all":  # in which ranks send what they have
+            continue
+        odd = next(
+            (rank for rank, one in enumerate(row) if (one.kind, one.payload) != (row[0].kind, row[0].payload)), 0
+        )
+        if odd:
+            differ = f"collective number {number} is {row[0]} on rank 0, and {row[odd]} on rank {odd}"
+            return f"{differ}: ranks of a group call the same ones in the same order"
     return ""
 
 

@@ -108,7 +108,7 @@ def probe(layout: Mapping[str, Any], name: str, tensor: Tensor) -> None:
     if folder := _places()[1]:
         text = ",".join(f"{key}={value}" for key, value in layout.items()) or ALONE
         file = file_of(Path(folder), text, dist.get_rank(), name)
-        if layout or not file.exists():  # one process computes parts of the batch later, to explain a difference
+        if not file.exists():  # later steps have other weights, and one process then computes parts of the batch alone
             np.save(file, tensor.detach().numpy())
 
 

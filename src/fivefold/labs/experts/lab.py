@@ -37,7 +37,11 @@ LAB = Lab(
     ),
     (
         Hint((OUTPUT, "another order"), "results come back in the order in which tokens were sent: undo the sort"),
-        Hint((OUTPUT, "differs"), "a token's result sums its experts', times the softmax over the chosen scores"),
+        Hint(
+            (OUTPUT, "differs"),
+            "a token's result sums its experts', times the softmax over the chosen scores; look at whose result it is "
+            "(undo the sort), and at which expert computes what (rank r has neighbouring ones)",
+        ),
         Hint(("router", "no one factor"), "the router learns by the weights: they must not be detached"),
         Hint(("router", "zero or missing"), "the router learns by the weights: they must not be detached"),
         Hint(("up", "missing"), "an expert has the tokens of all ranks: backward of an exchange is the one back"),

@@ -73,7 +73,12 @@ LAB = Lab(
                                    "gradient of its input goes to the stage before"),
         Hint(("are left out",), "a microbatch that was computed is never sent backward"),
         Hint(("samples of the batch",), "backward of a microbatch belongs to its own forward: keep outputs by number"),
-        Hint(("no one factor",), "backward of a microbatch belongs to its own forward: keep outputs by number"),
+        Hint(
+            ("no one factor",),
+            "backward of a microbatch begins with the gradient that was received for it, and belongs to its own "
+            "forward: keep outputs by number",
+        ),
+        Hint(("the loss is",), "`run` returns the loss of every microbatch, in order and not divided"),
     ),
     bench=lambda ranks: {"pp": ranks, "m": TIMED},
     bubble=bubble,

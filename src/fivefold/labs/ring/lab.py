@@ -29,7 +29,8 @@ def in_a_ring(ranks: Sequence[Sequence[LabMessage]]) -> str:
             )
         following = (rank + 1) % len(ranks)
         if odd := [message for message in calls if message.peer != following]:
-            return f"the numbers are right, but rank {rank} sends to rank {odd[0].peer}, and next in the ring is {following}"
+            there = f"rank {rank} sends to rank {odd[0].peer}"
+            return f"the numbers are right, but {there}, and next in the ring is rank {following}"
     return ""
 
 
@@ -44,10 +45,23 @@ LAB = Lab(
     ),
     (
         Hint((OUTPUT, "nan"), "a row that sees no key of a block has the maximum -inf; exp(-inf - -inf) is nan"),
-        Hint((OUTPUT, "differs"), "merge blocks by log-sum-exp: a block's output counts exp(its lse - that of all)"),
+        Hint(
+            (OUTPUT, "differs"),
+            "merge blocks by log-sum-exp, where a block's output counts exp(its lse - that of all); look at the scale, at "
+            "whether all blocks are merged, and at whose tokens a block has: rank r - s has sent the one of step s",
+        ),
         Hint(("(k", "differ"), "the gradient of a block travels with it, and is home after as many steps as ranks"),
         Hint(("(k, v", "missing SUM"), "each rank has a part of the gradient of every block: it travels on with it"),
-        Hint(("no one factor",), "backward uses the log-sum-exp and the output of all keys, and not of a block's own"),
+        Hint(
+            ("(k, v)", "no one factor"),
+            "the gradient of a block is made on every rank: it travels with the block, and is home after as many steps "
+            "as ranks",
+        ),
+        Hint(
+            ("no one factor",),
+            "the gradient of the scores is weights * (gradient v^T - delta), with the log-sum-exp and the output of all "
+            "keys, and not of a block's own",
+        ),
     ),
     bench=along("cp"),
 )  # fmt: skip

@@ -33,6 +33,10 @@ LAB = Lab(
                                       "gradients over tp"),
         Hint(("x", "exactly x", "= 1/tp"), "a gradient is to be summed, and not averaged"),
         Hint(("exactly x", "= tp"), "a gradient that is whole already is summed once more"),
+        Hint(
+            ("no one factor",),
+            "the backward pass of an all-gather is a reduce-scatter: every rank has a part of the gradient of every token",
+        ),
         Hint(("add up to the truth",), "the backward pass of an all-gather is a reduce-scatter, which sums"),
     ),
     bench=along("tp"),

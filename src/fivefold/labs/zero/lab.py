@@ -63,7 +63,7 @@ LAB = Lab(
         Hint(("gradients", "exactly x", "= 1/dp"), "the mean is taken twice"),
         Hint(("missing MEAN",), "gradients are never reduced"),
         Hint(("missing SUM",), "gradients are divided and never reduced"),
-        Hint(("ranks that hold the same elements disagree",), "each rank needs the shards that others updated"),
+        Hint(("parameters are not updated",), "each rank needs the shards that others updated"),
     ),
     steps=3,
     bench=along("dp"),
