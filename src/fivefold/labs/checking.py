@@ -144,7 +144,7 @@ def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
     # What differs first on the way forward says more than the gradients that follow from it.
     on_the_way = [_hinted(lab, text) for text in differences(folder, proof.layout, proof.world, case.probes)]
     if proof.broken:
-        problems = [ended(proof, lab.file, messages), *on_the_way]
+        problems = [_hinted(lab, ended(proof, lab.file, messages)), *on_the_way]
     elif not proof.passed:
         problems = on_the_way or _causes(lab, proof)
     elif lost := unwritten(messages):

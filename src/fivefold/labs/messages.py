@@ -148,9 +148,7 @@ def unlike(ranks: Sequence[Sequence[LabMessage]]) -> str:
     for number, row in enumerate(zip(*calls, strict=False), 1):
         if row[0].kind == row[-1].kind == "all-to-all":  # in which ranks send what they have
             continue
-        odd = next(
-            (rank for rank, one in enumerate(row) if (one.kind, one.payload) != (row[0].kind, row[0].payload)), 0
-        )
+        odd = next((rank for rank, one in enumerate(row) if one != row[0]), 0)
         if odd:
             differ = f"collective number {number} is {row[0]} on rank 0, and {row[odd]} on rank {odd}"
             return f"{differ}: ranks of a group call the same ones in the same order"

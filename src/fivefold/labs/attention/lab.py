@@ -43,6 +43,10 @@ LAB = Lab(
             "look at the mask, at the scale 1/sqrt(head width), and at which kv head each query head uses",
         ),
         Hint(
+            ("attention.k", "no one factor"),
+            "only the ranks that share a kv head have parts of its gradient: sum over these, and not over all ranks",
+        ),
+        Hint(
             ("attention.k", "missing SUM"),
             "ranks that share a kv head have parts of its gradient: sum them",
         ),

@@ -78,6 +78,7 @@ LAB = Lab(
             "backward of a microbatch begins with the gradient that was received for it, and belongs to its own "
             "forward: keep outputs by number",
         ),
+        Hint(("'NoneType'", "raised"), "what a stage receives has a gradient only after requires_grad_()"),
         Hint(("the loss is",), "`run` returns the loss of every microbatch, in order and not divided"),
     ),
     bench=lambda ranks: {"pp": ranks, "m": TIMED},

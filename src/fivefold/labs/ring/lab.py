@@ -47,8 +47,8 @@ LAB = Lab(
         Hint((OUTPUT, "nan"), "a row that sees no key of a block has the maximum -inf; exp(-inf - -inf) is nan"),
         Hint(
             (OUTPUT, "differs"),
-            "merge blocks by log-sum-exp, where a block's output counts exp(its lse - that of all); look at the scale, at "
-            "whether all blocks are merged, and at whose tokens a block has: rank r - s has sent the one of step s",
+            "merge blocks by log-sum-exp, where a block's output counts exp(its lse - that of all); look at the scale, "
+            "at whether all blocks are merged, and at whose tokens a block has: rank r - s has sent the one of step s",
         ),
         Hint(("(k", "differ"), "the gradient of a block travels with it, and is home after as many steps as ranks"),
         Hint(("(k, v", "missing SUM"), "each rank has a part of the gradient of every block: it travels on with it"),
@@ -59,8 +59,8 @@ LAB = Lab(
         ),
         Hint(
             ("no one factor",),
-            "the gradient of the scores is weights * (gradient v^T - delta), with the log-sum-exp and the output of all "
-            "keys, and not of a block's own",
+            "the gradient of the scores is weights * (gradient v^T - delta), with the log-sum-exp and the output of "
+            "all keys, and not of a block's own",
         ),
     ),
     bench=along("cp"),

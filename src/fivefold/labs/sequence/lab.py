@@ -6,7 +6,7 @@ from fivefold.labs.lab import F64, Case, Hint, Lab, along
 from fivefold.labs.messages import LabMessage
 
 B, D, HIDDEN = 2, 8, 12  # sequences, width, and width between the two matrices
-OUTPUT, GATHERED, NORMED = "the output of the block", "the gathered tokens", "the normalized tokens"
+OUTPUT, GATHERED, NORMED = "the output of the block", "what is gathered", "what the norm gives"
 _PROBES = {NORMED: 1, GATHERED: None, OUTPUT: 1}
 
 
@@ -26,8 +26,10 @@ LAB = Lab(
     (
         Hint((GATHERED, "another order"), "tokens are joined in dimension 1; torch's collectives join dimension 0"),
         Hint((GATHERED, "shape"), "all ranks' tokens are gathered along dimension 1"),
-        Hint((OUTPUT, "differs"), "each rank has a summand for all tokens: sum them, and keep this rank's tokens"),
-        Hint((OUTPUT, "= tp x"), "the summands are added twice"),
+        Hint((OUTPUT, "differs"), "each rank has a summand for all tokens: sum them, and keep this rank's tokens, the r-th part of "
+                                "neighbouring ones"),
+        Hint((OUTPUT, "= tp x"), "summands are added twice, or are whole: up and down are to be sharded"),
+        Hint((OUTPUT, "= 1/tp x"), "a sum is wanted, and not the mean"),
         Hint((OUTPUT, "by a bias"), "a bias that every rank adds before the sum is there tp times"),
         Hint(("norm", "missing SUM"), "the norm's weights are on every rank, and each sees other tokens: sum their "
                                       "gradients over tp"),
@@ -35,7 +37,8 @@ LAB = Lab(
         Hint(("exactly x", "= tp"), "a gradient that is whole already is summed once more"),
         Hint(
             ("no one factor",),
-            "the backward pass of an all-gather is a reduce-scatter: every rank has a part of the gradient of every token",
+            "the backward pass of an all-gather is a reduce-scatter, since each rank has a part of every token's gradient, "
+            "and that of a reduce-scatter is an all-gather",
         ),
         Hint(("add up to the truth",), "the backward pass of an all-gather is a reduce-scatter, which sums"),
     ),

@@ -63,6 +63,12 @@ LAB = Lab(
         Hint(("gradients", "exactly x", "= 1/dp"), "the mean is taken twice"),
         Hint(("missing MEAN",), "gradients are never reduced"),
         Hint(("missing SUM",), "gradients are divided and never reduced"),
+        Hint(("parameters move x",), "the gradient of a shard is the mean over ranks: no sum, and not divided twice"),
+        Hint(
+            ("parameters after the update are not",),
+            "a step updates the shard by the mean of all ranks' gradients, and gives all ranks the updated shards, joined "
+            "in the order of ranks",
+        ),
         Hint(("parameters are not updated",), "each rank needs the shards that others updated"),
     ),
     steps=3,
