@@ -190,16 +190,16 @@ EXPERTS = rows_of(
 )  # fmt: skip
 SCHEDULE = rows_of(
     "schedule",
-    ("a W that is missing", [(" W0.7\n", "\n")], ["W0.7"]),
-    ("an I that is missing", [(" I0.6", "")], ["I0.6"]),
-    ("a W before its I", [("I0.0 RECV_G0.1 W0.0", "W0.0 RECV_G0.1 I0.0")], ["0.0"]),
-    ("twice", [("W0.1 RECV_G0.2", "W0.1 W0.1 RECV_G0.2")], ["W0.1"]),
-    ("a gradient that is not sent", [("I1.0 SEND_G1.0", "I1.0")], ["G"]),
-    ("a stage of another rank", [("F0.6 SEND_A0.6 I0.3", "F1.6 SEND_A0.6 I0.3")], ["F1.6"]),
-    ("no such action", [("W0.3\n", "X0.3\n")], ["X0.3"]),
-    ("fewer microbatches", [("microbatches 8", "microbatches 7")], ["7"]),
-    ("more memory than it promises", [("peak 4 4 4 4", "peak 3 4 4 4")], ["peak"]),
-    ("no buffers", [("buffers 2", "buffers 0")], ["buffers"]),
+    ("a W that is missing", [(" W0.7\n", "\n")], ["rank 0 runs I0.7 but never W0.7"]),
+    ("an I that is missing", [(" I0.6", "")], ["rank 0 runs W0.6 but never I0.6"]),
+    ("a W before its I", [("I0.0 RECV_G0.1 W0.0", "W0.0 RECV_G0.1 I0.0")], ["rank 0 has W0.0 (action 9) before the input gradient is there"]),
+    ("twice", [("W0.1 RECV_G0.2", "W0.1 W0.1 RECV_G0.2")], ["rank 0 has W0.1 (action 16) for the second time"]),
+    ("a gradient that is not sent", [("I1.0 SEND_G1.0", "I1.0")], ["rank 1 never has SEND_G1.0, and stage 0 on rank 0 waits for it"]),
+    ("a stage of another rank", [("F0.6 SEND_A0.6 I0.3", "F1.6 SEND_A0.6 I0.3")], ["rank 0 has F1.6 (action 22), and stage 1 lives on rank 1"]),
+    ("no such action", [("W0.3\n", "X0.3\n")], ["'X0.3' has the unknown kind 'X'"]),
+    ("fewer microbatches", [("microbatches 8", "microbatches 7")], ["microbatches go from 0 to 6", "and 18 more"]),
+    ("more memory than it promises", [("peak 4 4 4 4", "peak 3 4 4 4")], ["rank 0 holds 4 stage activations", "and 3 are promised"]),
+    ("no buffers", [("buffers 2", "buffers 0")], ["buffers: '0' is not a whole number of 1 or more"]),
 )  # fmt: skip
 _BEST = "dp=128,zero=3,microbatches=2,recompute=full"
 DECISION = rows_of(

@@ -26,8 +26,10 @@ LAB = Lab(
     (
         Hint((GATHERED, "another order"), "tokens are joined in dimension 1; torch's collectives join dimension 0"),
         Hint((GATHERED, "shape"), "all ranks' tokens are gathered along dimension 1"),
-        Hint((OUTPUT, "differs"), "each rank has a summand for all tokens: sum them, and keep this rank's tokens, the r-th part of "
-                                "neighbouring ones"),
+        Hint(
+            (OUTPUT, "differs"),
+            "each rank has a summand for all tokens: sum them, and keep this rank's, the r-th of neighbouring ones",
+        ),
         Hint((OUTPUT, "= tp x"), "summands are added twice, or are whole: up and down are to be sharded"),
         Hint((OUTPUT, "= 1/tp x"), "a sum is wanted, and not the mean"),
         Hint((OUTPUT, "by a bias"), "a bias that every rank adds before the sum is there tp times"),
@@ -37,8 +39,8 @@ LAB = Lab(
         Hint(("exactly x", "= tp"), "a gradient that is whole already is summed once more"),
         Hint(
             ("no one factor",),
-            "the backward pass of an all-gather is a reduce-scatter, since each rank has a part of every token's gradient, "
-            "and that of a reduce-scatter is an all-gather",
+            "the backward pass of an all-gather is a reduce-scatter, since each rank has a part of every token's "
+            "gradient, and that of a reduce-scatter is an all-gather",
         ),
         Hint(("add up to the truth",), "the backward pass of an all-gather is a reduce-scatter, which sums"),
     ),

@@ -66,8 +66,8 @@ LAB = Lab(
         Hint(("parameters move x",), "the gradient of a shard is the mean over ranks: no sum, and not divided twice"),
         Hint(
             ("parameters after the update are not",),
-            "a step updates the shard by the mean of all ranks' gradients, and gives all ranks the updated shards, joined "
-            "in the order of ranks",
+            "a step updates the shard by the mean of all ranks' gradients, and gives all ranks the updated shards, "
+            "joined in the order of ranks",
         ),
         Hint(("parameters are not updated",), "each rank needs the shards that others updated"),
     ),
