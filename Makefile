@@ -4,6 +4,7 @@
 # make prove   the long proofs; make wheel-test: the package in a clean environment; make cluster-test: runs on two hosts
 #              and on Slurm; make gpu-test: CUDA and NCCL, on one GPU; make extras-test: a server of object storage;
 #              make others-test: other people's training code; make browser-test: the page in a Chromium;
+#              make labs-test: the labs' solutions, mistakes and hostile answers;
 #              make recipes: the jobs of recipes/, dry-run; make contributing: CONTRIBUTING's recipes, followed;
 #              make soak: random faults, and one loss curve.
 #              Their last transcripts are kept in proofs/.
@@ -13,8 +14,8 @@ KEEP := $(BIN)/python tools/keep.py
 
 unexport PYTHONDONTWRITEBYTECODE # each process would compile all that it imports
 
-.PHONY: demo check test install lint types pure smoke pytest shared waits alone prove cluster-test extras-test others-test browser-test \
-	gpu-test wheel-test recipes contributing soak clean
+.PHONY: demo check test install lint types pure smoke pytest shared waits alone prove cluster-test extras-test others-test labs-test \
+	browser-test gpu-test wheel-test recipes contributing soak clean
 
 demo: install
 	$(BIN)/fivefold train examples/demo.toml --nproc 8 --fresh
@@ -37,7 +38,7 @@ types: install
 	$(BIN)/mypy
 
 # Tests run with one thread each: OpenMP's threads spin while they wait, and take the cores of other ranks.
-pure smoke shared waits alone prove cluster-test extras-test others-test browser-test gpu-test: export OMP_NUM_THREADS = 1
+pure smoke shared waits alone prove cluster-test extras-test others-test labs-test browser-test gpu-test: export OMP_NUM_THREADS = 1
 
 # The tests of packages that need no torch; tests/conftest.py says which.
 pure: install
@@ -84,6 +85,10 @@ extras-test: install
 others-test: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[others-test]"
 	$(KEEP) others $(BIN)/python -m pytest -vv --no-header -rs --durations=20 -m "extras or slow" tests/foreign
+
+# Every lab: its starter, its solution, more than ten typical mistakes of each, and answers that hang, exit or lie.
+labs-test: install
+	$(KEEP) labs $(BIN)/python -m pytest -n 2 -vv --no-header --durations=0 --durations-min=1 tests/labs
 
 # What CUDA and NCCL prove, on one GPU that ranks share: under ten minutes on an H200 with 16 cores. -rP
 # shows what tests print: seconds, and who was named.

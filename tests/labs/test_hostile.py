@@ -43,10 +43,10 @@ HOSTILE = [
         ("it deletes itself", _first("import os; os.remove(__file__)"), ["importing linear.py raised FileNotFoundError"]),
         ("it deletes what is written down", _first("import os, shutil; shutil.rmtree(os.environ['FIVEFOLD_LAB_MESSAGES'])"), ["No such file or directory"]),
         ("it writes other messages", _at_x("from fivefold.labs.student import _FILE; os.write(_FILE[0], b'[1]\\n{}\\n{\"kind\": \"end\"}\\n\\xff}\\n'); raise NotImplementedError") + _first("import os"), ["is not written yet"]),
-        ("another default dtype", _at_x("torch.set_default_dtype(torch.float32); x = x + torch.rand(1)"), ["differs"]),
+        ("another default dtype", _at_x("torch.set_default_dtype(torch.float32); x = x + torch.rand(1)"), ["the output of the row-parallel layer"]),
         ("no gradients, everywhere", _first("import torch; torch.set_grad_enabled(False)"), ["does not require grad"]),
         ("files that are closed", _at_x("import os; os.closerange(3, 64)"), ["rank "]),
-        ("another directory and environment", _first("import os; os.chdir('/'); os.environ.clear()") + [("        return x\n", "        return x + 1\n")], ["the output of the column-parallel layer differs"]),
+        ("another directory and environment", [*_first("import os; os.chdir('/'); os.environ.clear()"), ("        return x\n", "        return x + 1\n")], ["the output of the column-parallel layer is off by the same row"]),
         ("float32", [("self.group) + self.bias", "self.group).float()")], ["is torch.float32 on rank", "it should be float64"]),
         ("bfloat16", [("self.group) + self.bias", "self.group).bfloat16()")], ["is torch.bfloat16 on rank"]),
         ("a feature too few", [("self.group) + self.bias", "self.group)[..., :-1]")], ["the output of the row-parallel layer has the shape (2, 6, 15) on rank 0; it should be (2, 6, 16)"]),
@@ -74,7 +74,7 @@ HOSTILE = [
     ),
 ]
 # fmt: on
-QUICK = ("os._exit on one rank", "it prints that it passes", "nothing, on one rank")
+QUICK = ("os._exit on one rank", "it prints that it passes")
 
 
 @pytest.mark.parametrize("mistake", [

@@ -66,7 +66,8 @@ def check(
 
     Outputs, gradients and messages are compared in several layouts with awkward
     sizes. The command ends with 0 if all are right and with 1 otherwise; within about
-    a minute. It runs your code with your rights: it is no sandbox.
+    a minute, and at the first layout that hangs, exits or is not written. It runs your
+    code with your rights: it is no sandbox.
 
     [dim]Examples:[/]
 
@@ -91,7 +92,9 @@ def bench(
     """Time an answer on 1, 2 and 4 ranks: scaling efficiency, and when each rank computes or waits.
 
     One rank runs PyTorch's own code on the whole; more ranks run yours on the same
-    work. -o timeline.svg draws the step.
+    work, right or not. The timeline shows messages that travel while a rank computes,
+    and for a pipeline the simulated bubble stands beside the time in messages.
+    -o timeline.svg draws the step.
 
     [dim]Examples:[/]
 

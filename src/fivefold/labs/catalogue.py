@@ -112,11 +112,11 @@ def statement(lab: Lab) -> str:
 def other_statement(lab: Lab, file: Path) -> Iterator[str]:
     """A sentence where the statement beside an answer is that of another version, and not today's."""
     try:
-        text, _, version = (file.parent / STATEMENT).read_text().rpartition(_WRITTEN)
+        text, found, version = (file.parent / STATEMENT).read_text().rpartition(_WRITTEN)
     except (OSError, UnicodeDecodeError):
         return
     version = version.strip().removesuffix(".")
-    if version not in ("", __version__) and text != (lab.home / STATEMENT).read_text():
+    if found and version != __version__ and text != (lab.home / STATEMENT).read_text():
         yield (
             f"{STATEMENT} is the statement of Fivefold {version}, and the check is that of {__version__}: "
             f"`fivefold lab start {lab.name} NEW` writes today's"
