@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.labs.checking import LabCheck, check_lab
+from fivefold.labs.lab import FileVerdict
 from tests.labs.mistakes import Mistake, rows_of
 from tests.labs.test_labs import said, written
 
@@ -74,6 +75,28 @@ HOSTILE = [
     ),
 ]
 # fmt: on
+UNREADABLE = {
+    "no text": ("schedule.txt", b"\xff\xfe\x00", "is not of a text in UTF-8"),
+    "empty": ("schedule.txt", b"", "there is no 'stages' line"),
+    "one mistake in every line": ("schedule.txt", b"schedule x\n" * 5000, "is given for the second time"),
+    "no text in TOML": ("decision.toml", b"\xff", "is no TOML"),
+    "brackets without end": ("decision.toml", b"a=" + b"[" * 5000, "is no TOML"),
+    "a number for a layout": ("decision.toml", b"layout = 5", "is not written yet"),
+    "a layout without end": ("decision.toml", b'layout = "dp=' + b"9" * 5000 + b'"', "layout"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_file_that_cannot_be_read_is_told(name: str, tmp_path: Path) -> None:
+    file, content, words = UNREADABLE[name]
+    (tmp_path / file).write_bytes(content)
+    found = check_lab(tmp_path)
+    assert isinstance(found, FileVerdict)
+    assert not found.ok
+    assert words in said(found)
+    assert len(found.problems) <= 4
+
+
 QUICK = ("os._exit on one rank", "it prints that it passes")
 
 
@@ -82,7 +105,7 @@ QUICK = ("os._exit on one rank", "it prints that it passes")
     for one in HOSTILE
 ])  # fmt: skip
 def test_it_is_told_in_a_sentence_and_nothing_is_left(mistake: Mistake, tmp_path: Path) -> None:
-    found = check_lab(written(mistake, tmp_path), timeout=40.0)
+    found = check_lab(written(mistake, tmp_path), timeout=40.0, first=True)
     assert isinstance(found, LabCheck)
     assert not found.ok
     for words in mistake.words:

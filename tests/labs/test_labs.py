@@ -65,7 +65,7 @@ def test_the_solution_is_one_process_and_sends_no_more_than_it_must(lab: Lab) ->
     for one in MISTAKES
 ])  # fmt: skip
 def test_a_mistake_is_named(mistake: Mistake, tmp_path: Path) -> None:
-    found = check_lab(written(mistake, tmp_path), timeout=PATIENT)
+    found = check_lab(written(mistake, tmp_path), timeout=PATIENT, first=True)
     assert not found.ok
     for words in mistake.words:
         assert words in said(found)

@@ -59,6 +59,7 @@ def check(
     timeout: Annotated[
         float, typer.Option(help="Seconds that one layout has before its ranks count as hanging.")
     ] = 30.0,
+    first: Annotated[bool, typer.Option("--first", help="End at the first layout that is wrong.")] = False,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -78,7 +79,7 @@ def check(
     from fivefold.labs.checking import check_lab
 
     with counting_bar() as progress:
-        found = check_lab(answer, timeout=timeout, progress=progress)
+        found = check_lab(answer, timeout=timeout, first=first, progress=progress)
     show(found, as_json, output)
 
 

@@ -98,12 +98,13 @@ class LabCheck(Result):
 
 
 def check_lab(
-    answer: str | Path, *, timeout: float = TIMEOUT,
+    answer: str | Path, *, timeout: float = TIMEOUT, first: bool = False,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> LabCheck | FileVerdict:  # fmt: skip
     """Hold a student's answer to a lab against one process, in every layout of the lab.
 
     `answer` is the file, or the directory that `fivefold lab start` wrote; `timeout` is each layout's, in seconds.
+    `first` ends the check at the first layout that is wrong.
     """
     seconds("--timeout", timeout)
     lab, file = lab_in(Path(answer))
@@ -120,7 +121,7 @@ def check_lab(
                     lab, case, folder, timeout, lambda what: progress(len(outcomes), lab.layouts, what)
                 ):
                     outcomes.append(outcome)
-                    if outcome.final:
+                    if outcome.final or (first and not outcome.passed):
                         return LabCheck(lab, tuple(outcomes), remarks)
     return LabCheck(lab, tuple(outcomes), remarks)
 
