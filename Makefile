@@ -5,6 +5,7 @@
 # make prove   the long proofs; make wheel-test: the package in a clean environment; make cluster-test: runs on two hosts
 #              and on Slurm; make gpu-test: CUDA and NCCL, on one GPU; make extras-test: a server of object storage;
 #              make others-test: other people's training code; make browser-test: the page in a Chromium;
+#              make labs-test: the labs' solutions, mistakes and hostile answers;
 #              make recipes: the jobs of recipes/, dry-run; make contributing: CONTRIBUTING's recipes, followed;
 #              make soak: random faults, and one loss curve; make docs-test: the site in a Chromium.
 #              Their last transcripts are kept in proofs/.
@@ -14,7 +15,7 @@ KEEP := $(BIN)/python tools/keep.py
 
 unexport PYTHONDONTWRITEBYTECODE # each process would compile all that it imports
 
-.PHONY: demo check test install lint types pure smoke pytest shared waits alone prove cluster-test extras-test others-test browser-test \
+.PHONY: demo check test install lint types pure smoke pytest shared waits alone prove cluster-test extras-test others-test labs-test browser-test \
 	gpu-test wheel-test recipes contributing docs docs-test soak clean
 
 demo: install
@@ -38,7 +39,7 @@ types: install
 	$(BIN)/mypy
 
 # Tests run with one thread each: OpenMP's threads spin while they wait, and take the cores of other ranks.
-pure smoke shared waits alone prove cluster-test extras-test others-test browser-test docs-test gpu-test: export OMP_NUM_THREADS = 1
+pure smoke shared waits alone prove cluster-test extras-test others-test labs-test browser-test docs-test gpu-test: export OMP_NUM_THREADS = 1
 
 # The tests of packages that need no torch; tests/conftest.py says which.
 pure: install
@@ -85,6 +86,10 @@ extras-test: install
 others-test: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[others-test]"
 	$(KEEP) others $(BIN)/python -m pytest -vv --no-header -rs --durations=20 -m "extras or slow" tests/foreign
+
+# Every lab: its starter, its solution, more than ten typical mistakes of each, and answers that hang, exit or lie.
+labs-test: install
+	$(KEEP) labs $(BIN)/python -m pytest -n 2 -vv --no-header --durations=0 --durations-min=1 tests/labs
 
 # What CUDA and NCCL prove, on one GPU that ranks share: under ten minutes on an H200 with 16 cores. -rP
 # shows what tests print: seconds, and who was named; PyTorch logs much beside it.

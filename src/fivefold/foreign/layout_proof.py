@@ -5,7 +5,7 @@ How the values were compared is one of COMPARED: models that draw random numbers
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fivefold.foreign.adapter import Layout, layout_text
@@ -31,6 +31,8 @@ class LayoutProof:
     deviations: Sequence[Deviation]  # the worst first
     causes: Sequence[Cause] = ()
     broken: str = ""  # why there are no numbers, or none of what came after the deviations
+    ended: str = ""  # how a rank ended then: "hung", "died", "raised", or the code of what was refused
+    stacks: Mapping[int, str] = field(default_factory=dict)  # of ranks that gave no answer, by rank
     details: str = ""
     compared: Compared = "values"
     unlike_masks: bool = False  # dropout's: the causes that are told of them are a difference by themselves
