@@ -5,6 +5,7 @@
 #              and on Slurm; make gpu-test: CUDA and NCCL, on one GPU; make extras-test: a server of object storage;
 #              make others-test: other people's training code; make browser-test: the page in a Chromium;
 #              make recipes: the jobs of recipes/, dry-run; make contributing: CONTRIBUTING's recipes, followed;
+#              make notebooks-test: every cell of notebooks/ (make notebooks keeps what they show);
 #              make soak: random faults, and one loss curve.
 #              Their last transcripts are kept in proofs/.
 PYTHON ?= python3
@@ -14,7 +15,7 @@ KEEP := $(BIN)/python tools/keep.py
 unexport PYTHONDONTWRITEBYTECODE # each process would compile all that it imports
 
 .PHONY: demo check test install lint types pure smoke pytest shared waits alone prove cluster-test extras-test others-test browser-test \
-	gpu-test wheel-test recipes contributing soak clean
+	gpu-test wheel-test recipes contributing notebooks notebooks-test soak clean
 
 demo: install
 	$(BIN)/fivefold train examples/demo.toml --nproc 8 --fresh
@@ -37,7 +38,7 @@ types: install
 	$(BIN)/mypy
 
 # Tests run with one thread each: OpenMP's threads spin while they wait, and take the cores of other ranks.
-pure smoke shared waits alone prove cluster-test extras-test others-test browser-test gpu-test: export OMP_NUM_THREADS = 1
+pure smoke shared waits alone prove cluster-test extras-test others-test browser-test gpu-test notebooks notebooks-test: export OMP_NUM_THREADS = 1
 
 # The tests of packages that need no torch; tests/conftest.py says which.
 pure: install
@@ -102,6 +103,15 @@ browser-test: install
 	-@test -n "$$CHROMIUM" || command -v chromium chromium-browser > /dev/null || \
 		{ echo "installing Debian's chromium"; apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium; }
 	$(KEEP) browser $(BIN)/python -m pytest -vv --no-header -rs tests/browser
+
+# Jupyter's kernel and what drives it; 70 MB that nobody else needs.
+notebooks-test: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[notebooks]"
+	$(KEEP) notebooks $(BIN)/python tools/notebooks.py --compare
+
+notebooks: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[notebooks]"
+	$(BIN)/python tools/notebooks.py
 
 recipes: install
 	$(KEEP) recipes $(BIN)/python tools/recipes.py

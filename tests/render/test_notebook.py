@@ -39,7 +39,6 @@ def test_a_picture_is_a_picture_and_text_all_the_same() -> None:
     for result in (ff.draw("1f1b", pp=2, microbatches=4), ff.plan("tiny", "2xCPU", batch=8, seq=64)):
         picture = result.svg()
         assert isinstance(picture, Svg)
-        kept = picture._repr_mimebundle_(include=None, exclude=None)
-        assert kept["image/svg+xml"].startswith("<svg ")
-        assert kept["image/svg+xml"] == picture
-        assert kept["text/plain"].startswith("a picture, ")
+        assert picture._repr_svg_().startswith("<svg ")
+        assert picture._repr_svg_() == picture == str(picture)
+        assert repr(picture).startswith("<a picture, ")  # what IPython keeps beside it

@@ -135,8 +135,11 @@ class Svg(str):
 
     __slots__ = ()
 
-    def _repr_mimebundle_(self, **wanted: Any) -> dict[str, str]:
-        return {"text/plain": f"a picture, {len(self) / 1000:.0f} kB of SVG", "image/svg+xml": str(self)}
+    def __repr__(self) -> str:
+        return f"<a picture, {len(self) / 1000:.0f} kB of SVG>"
+
+    def _repr_svg_(self) -> str:
+        return str(self)
 
 
 # ---- fit ------------------------------------------------------------------------------------------------------------
