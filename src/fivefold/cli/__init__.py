@@ -24,6 +24,7 @@ from fivefold.cli import (
     catalogue,
     checkpoint,
     compare,
+    completion,
     data,
     draw,
     hf,
@@ -107,6 +108,7 @@ def main(other_app: typer.Typer | None = None) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     _print_notes(console)
     keep_freed_memory()
+    completion.keep_to_a_line()
     try:
         (other_app or app)()
     except UserError as error:

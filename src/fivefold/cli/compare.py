@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fivefold.cli.completion import models
 from fivefold.cli.draw import Chunks, Group, Memory, Overlap, Sends, Slow, TimesText
 from fivefold.cli.options import Batch, Json, ModelWords, Output, Seq, Software, command
 from fivefold.cli.renamed import ExplainsUnknown
@@ -22,7 +23,9 @@ app = typer.Typer(
 
 @command(app, "zero", "Bytes by ZeRO stage.  [dim]fivefold compare zero 7.5e9 --ranks 64[/]", TEXTS)
 def zero(
-    model: Annotated[str, typer.Argument(help="A model's name, or a number of parameters: 7.5e9.")],
+    model: Annotated[
+        str, typer.Argument(help="A model's name, or a number of parameters: 7.5e9.", autocompletion=models)
+    ],
     ranks: Annotated[int, typer.Option(help="Ranks to shard over (dp x cp).")] = 64,
     output: Output = None,
     as_json: Json = False,

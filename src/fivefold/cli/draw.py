@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from fivefold.cli.completion import schedules
 from fivefold.cli.options import DRAWABLE_SUFFIXES, Html, Json, write_page
 from fivefold.render.blocks import Text, check_writable, console_of, render, show
 from fivefold.support.errors import UserError
@@ -38,7 +39,10 @@ _Output = Annotated[
 
 
 def draw(
-    schedule: Annotated[list[str], typer.Argument(help="Names of schedules, or files; several are compared; or mesh.")],
+    schedule: Annotated[
+        list[str],
+        typer.Argument(help="Names of schedules, or files; several are compared; or mesh.", autocompletion=schedules),
+    ],
     pp: Ranks = None,
     microbatches: Microbatches = None,
     chunks: Chunks = None,

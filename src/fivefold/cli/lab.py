@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from fivefold.cli import completion
 from fivefold.cli.options import DRAWABLE_SUFFIXES, Json, Output, Picture, command, counting_bar
 from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.render.blocks import TEXTS, show
@@ -37,7 +38,9 @@ def labs(context: typer.Context, as_json: Json = False) -> None:
 
 @command(app, "start", "Write the statement and the file of a lab.  [dim]fivefold lab start linear my-lab[/]", TEXTS)
 def start(
-    name: Annotated[str, typer.Argument(help="The lab: one that `fivefold lab` lists.")],
+    name: Annotated[
+        str, typer.Argument(help="The lab: one that `fivefold lab` lists.", autocompletion=completion.labs)
+    ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; it is created, and nothing is replaced.")],
     as_json: Json = False,
     output: Output = None,

@@ -27,6 +27,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from fivefold.cli.completion import models
 from fivefold.render.blocks import TEXTS, check_writable
 from fivefold.render.paint import PICTURES
 from fivefold.support.errors import UserError
@@ -57,7 +58,11 @@ Html = Annotated[Path | None, typer.Option("--html", help="Also write a self-con
 
 ModelWords = Annotated[
     list[str],
-    typer.Argument(metavar="MODEL [KEY=VALUE ...]", help="A model's name, a job file or a config; and changes to it."),
+    typer.Argument(
+        metavar="MODEL [KEY=VALUE ...]",
+        help="A model's name, a job file or a config; and changes to it.",
+        autocompletion=models,
+    ),
 ]
 JobWords = Annotated[
     list[str] | None,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fivefold.render import paint
-from fivefold.render.blocks import Block, Drawing, Result, Table, Text, check_writable
+from fivefold.render.blocks import Block, Drawing, Result, Svg, Table, Text, check_writable
 from fivefold.render.paint import PICTURES
 from fivefold.render.scene import Scene
 from fivefold.schedules.actions import SEND_KINDS
@@ -146,8 +146,8 @@ class DrawResult(Result):
     def scene(self) -> Scene:
         return picture(self.simulations)
 
-    def svg(self, dark: bool = False) -> str:
-        return paint.to_svg(self.scene(), dark)
+    def svg(self, dark: bool = False) -> Svg:
+        return Svg(paint.to_svg(self.scene(), dark))
 
     def save(self, path: Path) -> Iterator[Block]:
         """Write the picture (.svg, .png) or the one schedule (.txt, .json); yields the lines to print about it."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 from fivefold.schedules.actions import (
     COMPUTE_KINDS,
@@ -140,6 +140,11 @@ class Schedule:
         from fivefold.schedules.result import draw
 
         return draw(self)._repr_html_()
+
+    def _repr_mimebundle_(self, **wanted: Any) -> dict[str, str]:
+        from fivefold.schedules.result import draw
+
+        return draw(self)._repr_mimebundle_()
 
     def compute(self, rank: int) -> tuple[Action, ...]:
         """The rank's F, B, I and W in order."""

@@ -45,7 +45,7 @@ def bar(title: str) -> Iterator[Report]:
     from rich.progress import TransferSpeedColumn as Speed
 
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True), disable=not is_shown())
+    progress = Progress(*columns, console=Console(stderr=True, force_jupyter=False), disable=not is_shown())
     task = progress.add_task(title, total=None)
     with ExitStack() as stack:
 

@@ -124,8 +124,9 @@ def train_rank(rank: int, ranks: int, job: Job, start: Start, path: Path) -> Non
     try:
         world = current_world() if ranks > 1 else World()  # one rank joins no rendezvous
         console = Console(
-            file=cast(IO[str], ReportedOutput(report)), highlight=False, quiet=rank > 0, force_terminal=False
-        )
+            file=cast(IO[str], ReportedOutput(report)), highlight=False, quiet=rank > 0,
+            force_terminal=False, force_jupyter=False,
+        )  # fmt: skip
         end = run_rank(job, preflight(job, ranks), world, start, console, report.say, [report])
         if rank == 0:
             report.send(Failed(end.why) if end.code else Finished(str(end.directory)))
