@@ -5,8 +5,10 @@
 # make prove   the long proofs; make wheel-test: the package in a clean environment; make cluster-test: runs on two hosts
 #              and on Slurm; make gpu-test: CUDA and NCCL, on one GPU; make extras-test: a server of object storage;
 #              make others-test: other people's training code; make browser-test: the page in a Chromium;
+#              make labs-test: the labs' solutions, mistakes and hostile answers;
 #              make recipes: the jobs of recipes/, dry-run; make contributing: CONTRIBUTING's recipes, followed;
-#              make soak: random faults, and one loss curve; make docs-test: the site in a Chromium.
+#              make soak: random faults, and one loss curve; make docs-test: the site in a Chromium;
+#              make notebooks-test: every cell of notebooks/ (make notebooks keeps what they show).
 #              Their last transcripts are kept in proofs/.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,8 +16,8 @@ KEEP := $(BIN)/python tools/keep.py
 
 unexport PYTHONDONTWRITEBYTECODE # each process would compile all that it imports
 
-.PHONY: demo check test install lint types pure smoke pytest shared waits alone prove cluster-test extras-test others-test browser-test \
-	gpu-test wheel-test recipes contributing docs docs-test soak clean
+.PHONY: demo check test install lint types pure smoke pytest shared waits alone prove cluster-test extras-test others-test labs-test browser-test \
+	gpu-test wheel-test recipes contributing docs docs-test notebooks notebooks-test soak clean
 
 demo: install
 	$(BIN)/fivefold train examples/demo.toml --nproc 8 --fresh
@@ -38,7 +40,7 @@ types: install
 	$(BIN)/mypy
 
 # Tests run with one thread each: OpenMP's threads spin while they wait, and take the cores of other ranks.
-pure smoke shared waits alone prove cluster-test extras-test others-test browser-test docs-test gpu-test: export OMP_NUM_THREADS = 1
+pure smoke shared waits alone prove cluster-test extras-test others-test labs-test browser-test docs-test gpu-test notebooks notebooks-test: export OMP_NUM_THREADS = 1
 
 # The tests of packages that need no torch; tests/conftest.py says which.
 pure: install
@@ -86,6 +88,10 @@ others-test: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[others-test]"
 	$(KEEP) others $(BIN)/python -m pytest -vv --no-header -rs --durations=20 -m "extras or slow" tests/foreign
 
+# Every lab: its starter, its solution, more than ten typical mistakes of each, and answers that hang, exit or lie.
+labs-test: install
+	$(KEEP) labs $(BIN)/python -m pytest -n 2 -vv --no-header --durations=0 --durations-min=1 tests/labs
+
 # What CUDA and NCCL prove, on one GPU that ranks share: under ten minutes on an H200 with 16 cores. -rP
 # shows what tests print: seconds, and who was named; PyTorch logs much beside it.
 gpu-test: install
@@ -106,6 +112,15 @@ endef
 browser-test: install
 	$(chromium)
 	$(KEEP) browser $(BIN)/python -m pytest -vv --no-header -rs tests/browser
+
+# Jupyter's kernel and what drives it; 70 MB that nobody else needs.
+notebooks-test: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[notebooks]"
+	$(KEEP) notebooks $(BIN)/python tools/notebooks.py --compare
+
+notebooks: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[notebooks]"
+	$(BIN)/python tools/notebooks.py
 
 recipes: install
 	$(KEEP) recipes $(BIN)/python tools/recipes.py

@@ -9,11 +9,11 @@ from typing import Any
 from fivefold.cost.peak_memory import footprint_of
 from fivefold.cost.step import Workload
 from fivefold.layout.layout import Layout
-from fivefold.planner.explain import CAUSES, difference, nearest_fit, neighbours
+from fivefold.planner.explain import CAUSE_NAMES, difference, nearest_fit, neighbours
 from fivefold.planner.nearest import nearest, problems, steps
+from fivefold.planner.option import Option
 from fivefold.planner.plan import option_of, plan
-from fivefold.planner.result import PlanResult, SimulateResult, simulated
-from fivefold.planner.search import Option
+from fivefold.planner.result import PlanResult, SimulateResult, simulation_figures
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.support.errors import UserError
 from fivefold.web.held import held
@@ -104,10 +104,10 @@ def _page(workload: Workload, software: str, wanted: Layout, wrong: list[str], o
         "problems": [for_page(problem) for problem in wrong],
         "shown": None if shown is None else fields_of(shown),
         "changes": [] if shown is None else _changes(wanted, shown),
-        "figures": None if option is None else simulated(option),
+        "figures": None if option is None else simulation_figures(option),
         "ranks": [] if option is None else _ranks(option),
         "device_memory_bytes": workload.device_memory_of(0),
-        "causes": CAUSES,
+        "causes": CAUSE_NAMES,
         "asks": _asks(workload, software, option),
     }
 

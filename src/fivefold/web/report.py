@@ -323,7 +323,7 @@ def views_of(result: Result | str | Path) -> tuple[str, list[dict[str, Any]]]:
 
 def _plan_views(result: PlanResult) -> tuple[str, list[dict[str, Any]]]:
     """The plan; the mesh of its layout, if it has not too many ranks; and the schedule, if it has a pipeline."""
-    from fivefold.planner.mesh import MAX_RANKS
+    from fivefold.planner.mesh_picture import MAX_RANKS
     from fivefold.web.mesh import placed
     from fivefold.web.plan import others, planned
     from fivefold.web.schedule import stepped

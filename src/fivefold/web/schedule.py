@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.schedules.costs import Durations, parse_slow
-from fivefold.schedules.palette import NAMES
+from fivefold.schedules.palette import KIND_NAMES
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.schedules.result import CompareResult, DrawResult, Query, figures_of
 from fivefold.schedules.simulate import Simulation, dependencies
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import checked, within
+from fivefold.support.ranges import check_range, within
 from fivefold.support.text import did_you_mean
 from fivefold.web.held import held
 from fivefold.web.question import Ask
@@ -149,7 +149,7 @@ def _page(query: Query, name: str, schedules: list[dict[str, Any]], asked: dict[
         "asked": _asked(query, name),
         "steps": _steps(query),
         "schedules": schedules,
-        "kinds": {str(kind): name for kind, name in NAMES.items()},
+        "kinds": {str(kind): name for kind, name in KIND_NAMES.items()},
         "asks": {"every": asked, "made": asked},
     }
 
@@ -198,7 +198,7 @@ def _query(ask: Ask, *names: str) -> Query:
         )
     pp, m = _integer(ask, "pp", PP, WIDEST), _integer(ask, "microbatches", MICROBATCHES, MOST)
     chunks = ask.integer("chunks") if any(CATALOGUE[name].any_chunks for name in names) else None
-    checked("chunks", chunks, within(1, WIDEST))
+    check_range("chunks", chunks, within(1, WIDEST))
     most, by_chunks = (MOST, "") if chunks is None else (4 * MOST, f" x chunks={chunks}")
     if pp * m * (chunks or 1) > most:
         raise UserError(
@@ -213,7 +213,7 @@ def _query(ask: Ask, *names: str) -> Query:
 
 def _integer(ask: Ask, name: str, default: int, most: int) -> int:
     """A number from 1 to `most`; `default` if it is absent."""
-    number = checked(name, ask.integer(name), within(1, most))
+    number = check_range(name, ask.integer(name), within(1, most))
     return default if number is None else int(number)
 
 

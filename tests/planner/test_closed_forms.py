@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 
 from fivefold.cost.closed_forms import PipelineForm
-from fivefold.cost.model_state import OURS, PAPER, Accounting
+from fivefold.cost.model_state import FIVEFOLD_ACCOUNTING, PAPER_ACCOUNTING, Accounting
 from fivefold.cost.peak_memory import USABLE_FRACTION, RankBlocks, backward_peak, footprint
 from fivefold.cost.step import Workload, estimate
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.closed import SLACK
-from fivefold.planner.explain import ALIKE
-from fivefold.planner.mixed import divided
+from fivefold.planner.closed_forms import MEMORY_SLACK
+from fivefold.planner.explain import EQUAL_TIME
+from fivefold.planner.mixed import divide_layers
 from fivefold.planner.mixed_space import mixed_space
+from fivefold.planner.option import evaluate
 from fivefold.planner.plan import question
-from fivefold.planner.search import evaluate, search
+from fivefold.planner.search import search
 from fivefold.planner.space import SearchQuery, space
 from fivefold.spec.presets import preset
 
@@ -76,8 +77,8 @@ def test_of_one_stage_and_sequence_no_memory_is_pruned_that_fits(workload: Workl
     gathered of the model's ends is left out, so there may be too little, and never too much."""
     for zero in range(4):
         _, sizes = errors(workload, {"pp": 1, "samples": 1, "zero": zero})
-        assert sizes.max() < SLACK - 1
-        assert sizes.min() > (1 / SLACK - 1 if zero < 3 else -0.25)
+        assert sizes.max() < MEMORY_SLACK - 1
+        assert sizes.min() > (1 / MEMORY_SLACK - 1 if zero < 3 else -0.25)
 
 
 @pytest.mark.parametrize(
@@ -97,11 +98,13 @@ def test_of_16_ranks_the_best_is_not_pruned(workload: Workload, fixed: dict[str,
         executed = replace(workload, layout=layouts.layout(at))
         if footprint(executed).total <= room:
             timed += 1
-            assert found.seconds <= (1 + ALIKE) * estimate(executed).seconds, executed.layout
+            assert found.seconds <= (1 + EQUAL_TIME) * estimate(executed).seconds, executed.layout
     assert timed > 20
 
 
-@pytest.mark.parametrize("each", [OURS, PAPER, Accounting.of("float32")], ids=["ours", "paper", "float32"])
+@pytest.mark.parametrize(
+    "each", [FIVEFOLD_ACCOUNTING, PAPER_ACCOUNTING, Accounting.of("float32")], ids=["ours", "paper", "float32"]
+)
 def test_states_of_arrays_are_those_of_numbers(each: Accounting) -> None:
     zero, ranks = np.array(list(product(range(4), (1, 8)))).T
     states = each.state(1e9, 1e9 / ranks, zero, ranks)
@@ -146,7 +149,7 @@ def test_of_unlike_layers_no_memory_is_more_than_its_rank_s_own_layers_take() ->
     """By means over layers it was 22 to 50% more for 1F1B."""
     workload = of_pattern("llama3-8b", SPARSE, "2x8xH100")
     times, sizes = errors(workload, {"pp": 4, "schedule": "1f1b", "samples": 1, "zero": 1}, most=40)
-    assert -0.05 < sizes.min() <= sizes.max() < SLACK - 1
+    assert -0.05 < sizes.min() <= sizes.max() < MEMORY_SLACK - 1
     assert np.abs(times).max() < 0.03
 
 
@@ -159,7 +162,7 @@ def test_of_unlike_layers_no_layout_that_fits_is_pruned(pattern: list[dict[str, 
     for at in range(0, len(layouts), -(-len(layouts) // 60)):
         if footprint(replace(workload, layout=layouts.layout(at))).total <= room:
             fitting += 1
-            assert layouts.memory[at] <= SLACK * room, layouts.layout(at)
+            assert layouts.memory[at] <= MEMORY_SLACK * room, layouts.layout(at)
     assert fitting > 20
 
 
@@ -170,7 +173,7 @@ def test_over_unlike_nodes_unlike_layers_are_dealt_out_by_what_each_takes() -> N
     candidates = mixed_space(query)
     assert len(candidates)
     for at in range(len(candidates)):
-        option = evaluate(divided(candidates.workload(workload, at)))
+        option = evaluate(divide_layers(candidates.workload(workload, at)))
         assert candidates.space.seconds[at] == pytest.approx(option.seconds, rel=0.15)
         used = option.footprint.total / option.device_memory
         assert candidates.space.memory[at] == pytest.approx(used, rel=0.15)

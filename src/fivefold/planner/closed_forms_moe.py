@@ -1,4 +1,4 @@
-"""Closed forms of models with experts, for many layouts at once (closed.py).
+"""Closed forms of models with experts, for many layouts at once (closed_forms.py).
 
 What a block costs without its experts depends on a few choices (a `BlockShape`), what experts cost on fewer (an
 `ExpertShape`): each is worked out once, by the functions that time a single layout, and the closed forms add them up.
@@ -15,7 +15,7 @@ from fivefold.cost.moe import MoEBlock, Travel, block_share
 from fivefold.cost.peak_memory import cp_buffer_bytes, loss_peak
 from fivefold.cost.step import Workload, p2p_bytes
 from fivefold.layout.layout import Layout
-from fivefold.planner.closed import (
+from fivefold.planner.closed_forms import (
     DISPATCHES,
     RECOMPUTES,
     Array,
@@ -29,7 +29,7 @@ from fivefold.planner.closed import (
     computing,
     split_backward,
 )
-from fivefold.planner.closed_ranks import UnlikeClosed, block_params, joined
+from fivefold.planner.closed_forms_by_rank import UnlikeClosed, block_params, combine_kinds
 from fivefold.spec.pattern import Layer
 
 
@@ -68,8 +68,8 @@ class DenseCost(NamedTuple):
         workload = shape.of(workload)
         layout, cost = workload.layout, workload.block_cost.of(layer)
         block = cost.without_experts
-        saved = _saved(workload, layout, layer)
-        no_recompute = _saved(workload, structs.replace(layout, recompute="none"), layer)
+        saved = _saved_bytes(workload, layout, layer)
+        no_recompute = _saved_bytes(workload, structs.replace(layout, recompute="none"), layer)
         residual = cost.activation_bytes * cost.tokens * workload.spec.hidden / layout.sp_degree
         expert_grads = cost.grad_accumulation_seconds(cost.rank_params.experts)
         return cls(
@@ -97,7 +97,7 @@ class _Saved(NamedTuple):
     shared_expert: float  # of these
 
 
-def _saved(workload: Workload, layout: Layout, layer: Layer) -> _Saved:
+def _saved_bytes(workload: Workload, layout: Layout, layer: Layer) -> _Saved:
     sizes = (
         workload.spec,
         layout,
@@ -220,7 +220,7 @@ def closed_of(
         )
         params = block_params(workload.spec, of, layer, dealt.ep)
         parts.append(ExpertClosed(workload, of, block, params, pipelines, dealt, links))
-    return joined(workload.spec, parts)
+    return combine_kinds(workload.spec, parts)
 
 
 def _with_experts(
@@ -228,7 +228,7 @@ def _with_experts(
 ) -> BlockArrays:
     """A block with experts."""
     dense = DenseCost(*np.array([DenseCost.of(workload, shape, layer) for shape in shapes])[of.shape].T)
-    spent = _spent(workload, of, dealt, links, shapes, layer)
+    spent = _moe_costs(workload, of, dealt, links, shapes, layer)
     recompute = np.array([RECOMPUTES.index(shape.recompute) for shape in shapes])[of.shape]
     again = np.choose(recompute, [0.0, spent.moved, spent.forward])
     forward, backward = dense.forward + spent.forward, dense.backward + spent.backward + again
@@ -243,7 +243,7 @@ def _with_experts(
         "computing": dense.computing + spent.kernels,
         "computing_back": dense.computing_back + spent.kernels_back + again,
         "waiting": 0.0 * wait if on_cpus else wait,
-        "paired": _paired(spent, forward, backward, twice),
+        "paired": _hidden_by_pair(spent, forward, backward, twice),
         "saved": dense.saved + held,
         "transient": dense.recomputed + spent.everything - held + spent.worst + dense.passing,
     }
@@ -251,7 +251,7 @@ def _with_experts(
     return BlockArrays(**computed, **{name: getattr(dense, name) for name in same})
 
 
-def _paired(spent: MoECost, forward: Any, backward: Any, twice: Array) -> Array:
+def _hidden_by_pair(spent: MoECost, forward: Any, backward: Any, twice: Array) -> Array:
     """Seconds that a joined pair hides of a block's messages, nearly at most: each behind the turn of the other half
     that comes after it, in the middle of a stage; at its ends there is less to hide behind.
 
@@ -267,7 +267,7 @@ def _paired(spent: MoECost, forward: Any, backward: Any, twice: Array) -> Array:
     return np.asarray(np.maximum(0.0, np.minimum(ahead + back, forward + backward - link)))
 
 
-def _spent(
+def _moe_costs(
     workload: Workload, of: Choices, dealt: EpChoices, links: LinkArrays, shapes: list[BlockShape], layer: Layer
 ) -> MoECost:
     """Arrays, of what is the same in many combinations worked out once."""

@@ -1,7 +1,7 @@
 """Closed forms of time and memory for many layouts at once: they rank and prune, and schedules decide (search.py).
 
-An element of the arrays is a combination of choices. What a block costs depends on a few of them only (a `BlockShape`),
-and is worked out once for each by the same functions that time a single layout.
+Each element of the arrays is a combination of choices. The cost of a block depends on only a few of them (a
+`BlockShape`), and is computed once for each by the functions that time a single layout.
 """
 
 from dataclasses import dataclass, replace
@@ -31,8 +31,10 @@ from fivefold.schedules.registry import RECORDS
 from fivefold.spec.pattern import Layer
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # the more is made again, the later
-SLACK = 1.05  # closed forms of memory may be off by so much
-SPLITTING = next(record.name for record in RECORDS if record.splits)  # any of them: a block costs the same in all
+MEMORY_SLACK = 1.05  # closed forms of memory may be off by this factor
+SPLIT_BACKWARD_SCHEDULE = next(
+    record.name for record in RECORDS if record.splits
+)  # any of them: a block costs the same in all
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -122,7 +124,7 @@ class BlockArrays(NamedTuple):
 
     @classmethod
     def of_all(cls, workload: Workload, shapes: list[BlockShape], at: Array, layer: Layer) -> "BlockArrays":
-        """Of many elements, the shape of each by its index `at`."""
+        """For many elements; `at` has the index of each one's shape."""
         used = {number: cls.of(workload, shapes[number], layer) for number in np.unique(at).tolist()}
         table = np.array([used.get(number, next(iter(used.values()))) for number in range(len(shapes))])
         return cls(*table[at].T)
@@ -135,14 +137,14 @@ def computing(block: PassTimes) -> tuple[float, float]:
 
 
 def waiting(workload: Workload, block: PassTimes) -> float:
-    """Seconds in which a device waits for its host; a CPU, which is its own host, waits for nothing."""
+    """Seconds in which a device waits for its host; a CPU is its own host, and waits for nothing."""
     return 0.0 if workload.software.computes_itself else block.forward.host + block.dgrad.host
 
 
 def split_backward(workload: Workload) -> BlockCost:
-    """The workload's microbatch under a schedule that splits backward, where that makes a difference."""
+    """The block cost under a schedule that splits backward, if that makes a difference."""
     return (
-        replace(workload, layout=structs.replace(workload.layout, schedule=SPLITTING)).block_cost
+        replace(workload, layout=structs.replace(workload.layout, schedule=SPLIT_BACKWARD_SCHEDULE)).block_cost
         if workload.layout.tp > 1
         else workload.block_cost
     )
@@ -179,7 +181,7 @@ class LinkArrays:
         }
 
     def time(self, kind: Kind, axis: str, payload: Any, calls: Any = 1) -> Any:
-        """As `Topology.time` has it; of all-reduces the ring's, which a tree may be quicker than."""
+        """As `Topology.time`; for all-reduces the ring's time, though a tree may be quicker."""
         rounds = 2 if kind == "all-reduce" else 1
         latency, rate = self._line("send" if kind == "send" else "all-gather", axis)
         return calls * rounds * (latency + payload * rate)
@@ -198,8 +200,8 @@ class LinkArrays:
 
 @dataclass(frozen=True)
 class Closed:
-    """What the formulas are made of: the choices, and as arrays the blocks, which are all of one kind. Those of a model
-    with several are parts of an `UnlikeClosed` (closed_ranks.py)."""
+    """The inputs of the formulas: the choices, and arrays for the blocks, all of one kind. Several kinds of blocks are
+    parts of an `UnlikeClosed` (closed_forms_by_rank.py)."""
 
     workload: Workload
     of: Choices
@@ -234,18 +236,18 @@ class Closed:
         return ParamShare(dense, layers * self.block_params.experts)
 
     def fact(self, name: str) -> Array:
-        """What the records of the schedules say; of one stage there is none."""
+        """A fact of each one's schedule; layouts of one stage have none."""
         facts = np.array([getattr(pipeline.schedule, name) for pipeline in self.pipelines])[self.of.pipeline]
         return np.where(self.alone, facts.dtype.type(0), facts)
 
     def seconds(self) -> Array:
-        """Of a step."""
+        """Seconds of a step."""
         rank = self._rank() + self.gathering() * self.workload.spec.layers / self.of.pp
         # All ranks as if they took as long as the busiest.
         return self.step(rank, self.of.pp * rank) + self.after()
 
     def step(self, rank: Array, all_ranks: Array) -> Array:
-        """Seconds of the passes of a step, of which a microbatch takes so long on the busiest rank and on all."""
+        """Seconds of a step's passes; `rank` and `all_ranks` are a microbatch's, on the busiest rank and in sum."""
         overlap_fraction = self.workload.software.hides("pp")
         passes = np.asarray(self.form.seconds(rank, all_ranks, self.sending(), overlap_fraction))
         return passes + self.workload.software.host_step
@@ -257,11 +259,11 @@ class Closed:
 
     @property
     def unit(self) -> Any:
-        """Layers by which a rank's share grows: one for each of its stages, which is much where these are short."""
+        """Layers by which a rank's share grows: one for each of its stages."""
         return self.chunks
 
     def _rank(self) -> Array:
-        """A microbatch on the busiest rank. Ranks hold whole layers, and the head is worth some."""
+        """Seconds of a microbatch on the busiest rank. Ranks hold whole layers, and the head counts as some."""
         layers, ends, each, pp = self.workload.spec.layers, self.block.ends, self.each, self.of.pp
         most = np.minimum(np.ceil((layers + ends / each) / (pp * self.unit)) * self.unit, layers)
         return np.maximum((layers * each + ends) / pp, np.where(self.alone, 0, most) * each)
@@ -281,11 +283,11 @@ class Closed:
         return PipelineForm(self.of.pp, self.of.microbatches, self.chunks, *facts)
 
     def sending(self) -> Array:
-        """A message between stages."""
+        """Seconds of a message between stages."""
         return np.asarray(self.links.time("send", "pp", self.block.p2p_bytes))
 
     def after(self) -> Array:
-        """The optimizer; gradients and weights that nothing hides."""
+        """Seconds of the optimizer, and of collectives of gradients and weights that nothing hides."""
         of, zero, count, layers = self.of, self.zero, self.parameters, self.workload.spec.layers / self.of.pp
         forward, free = (
             self.block.forward * layers,
@@ -335,7 +337,7 @@ class Closed:
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
 # The search's space of a model with experts: every layout of a dense one, with every ep that divides its ranks. Their
-# closed forms are in closed_experts.py.
+# closed forms are in closed_forms_moe.py.
 
 
 DISPATCHES: tuple[Dispatch, ...] = ("alltoall", "allgather")

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fivefold.support.errors import UserError, absent
+from fivefold.support.errors import UserError, not_installed
 from fivefold.support.parsing import path_of
 
 # By protocol, the package that implements it and what pip installs for it; None: fsspec implements it itself.
@@ -20,8 +20,10 @@ DRIVERS: dict[str, tuple[str, str] | None] = {
     "s3": _S3, "gs": _GCS, "gcs": _GCS, "az": _AZURE, "abfs": _AZURE, "file": None, "memory": None,
 }  # fmt: skip
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_PLAIN = re.compile(r"[\w.=+,@ -]+")  # a part of a path, without wildcards, which drivers expand, and without a query
-_LONGEST = 900  # bytes of a URL; keys of objects may have 1024
+_PLAIN_PART = re.compile(
+    r"[\w.=+,@ -]+"
+)  # a part of a path, without wildcards, which drivers expand, and without a query
+_MAX_URL_BYTES = 900  # bytes of a URL; keys of objects may have 1024
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,11 @@ class RemotePlace:
         return self.parent / name
 
     @property
-    def missing(self) -> str | None:
+    def missing_package_message(self) -> str | None:
         """A sentence that says which package has to be installed for it; None if none is missing."""
         driver = DRIVERS[self.protocol]
         for package, requirement in (("fsspec", '"fivefold[train]"'), *([driver] if driver else [])):
-            if absent(package):
+            if not_installed(package):
                 return f"{self} needs {package}: pip install {requirement}"
         return None
 
@@ -88,8 +90,8 @@ def remote_of(text: str) -> RemotePlace:
             "credentials come from the environment or the driver's own files",
             "url.password",
         )
-    bad = [part for part in parts if not _PLAIN.fullmatch(part) or part in (".", "..")]
-    if bad or not bucket or len(text.encode()) > _LONGEST:
+    bad = [part for part in parts if not _PLAIN_PART.fullmatch(part) or part in (".", "..")]
+    if bad or not bucket or len(text.encode()) > _MAX_URL_BYTES:
         why = f"{bad[0][:50]!r} in it" if bad else "its length"
         raise UserError(f"{text[:200]!r} is not a plain URL: {why}; write for example s3://bucket/runs", "url.plain")
     return RemotePlace(protocol, path)

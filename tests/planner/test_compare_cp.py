@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli import app
 from fivefold.cost.attention import (
-    SIDES,
+    KEY_SIDES,
     KernelCall,
     LayerAttention,
     Method,
@@ -32,9 +32,9 @@ from fivefold.cost.traffic import expected_traffic
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.layout.context_split import context_share
 from fivefold.layout.layout import Layout
-from fivefold.planner import context
+from fivefold.planner import compare_cp
 from fivefold.spec.presets import preset
-from fivefold.support.dtypes import BYTES
+from fivefold.support.dtypes import DTYPE_BYTES
 from fivefold.support.errors import UserError
 
 H100 = Device.of(find_accelerator("H100"))
@@ -115,7 +115,7 @@ def test_sequences_of_a_microbatch_travel_together() -> None:
 def test_a_tile_that_is_partly_masked_costs_a_whole_one() -> None:
     """Against a mask: count the tiles in which anything is seen."""
     for split in (zigzag(2048, 2), striped(2048, 2, 1), striped(2048, 2, 256)):
-        for of in SIDES:
+        for of in KEY_SIDES:
             mine, keys = {"own": (0, 0), "earlier": (1, 0), "later": (0, 1)}[of]
             mask = np.greater_equal.outer(held(split, mine), held(split, keys))
             tiles = (
@@ -163,7 +163,7 @@ def test_ulysses_is_refused_where_heads_do_not_divide() -> None:
 
 def test_memory() -> None:
     case = made(131072, 16)
-    pair = 2 * 8192 * 128 * BYTES["bfloat16"]
+    pair = 2 * 8192 * 128 * DTYPE_BYTES["bfloat16"]
     assert ring(case).buffers == 6 * pair  # two in 2 bytes, two in 4
     assert allgather(case).buffers == 16 * 3 * pair
     assert ring(case).kept == allgather(case).kept < ulysses(case).kept  # which keeps repeated kv heads
@@ -196,22 +196,22 @@ def test_the_balanced_splits_are_the_fast_ones() -> None:
 
 
 def test_changes_are_found_to_the_step() -> None:
-    found = context.changes(lambda n: (n >= 300) + (n >= 420) + (n >= 1000), [64 << p for p in range(6)], 4)
+    found = compare_cp.find_changes(lambda n: (n >= 300) + (n >= 420) + (n >= 1000), [64 << p for p in range(6)], 4)
     assert [(one.start, one.answer) for one in found] == [(64, 0), (300, 1), (420, 2), (1000, 3)]
 
 
 def test_what_is_called_a_crossover_is_one() -> None:
     case, step = made(131072, 16), 2 * 16 * ATTENTION_TILE
-    [_, free] = context.ring_is_free(case)
+    [_, free] = compare_cp.ring_hidden_by_length(case)
     assert ring(replace(case, seq=free.start)).ring_wait == 0 < ring(replace(case, seq=free.start - step)).ring_wait
-    for one in context.by_length(case)[1:]:
+    for one in compare_cp.best_by_length(case)[1:]:
         assert possible(replace(case, seq=one.start))[0].kind == one.answer
         assert possible(replace(case, seq=one.start - step))[0].kind != one.answer
 
 
 def test_a_slower_link_makes_a_ring_free_later_and_more_kv_heads_too() -> None:
     def free(case: LayerAttention) -> int:
-        return context.ring_is_free(case)[-1].start
+        return compare_cp.ring_hidden_by_length(case)[-1].start
 
     case = made(131072, 16)
     slow = H100.achieving(across=0.1)
@@ -220,10 +220,10 @@ def test_a_slower_link_makes_a_ring_free_later_and_more_kv_heads_too() -> None:
 
 
 def test_degrees_go_as_far_as_there_are_ranks() -> None:
-    found = context.by_degree(made(131072, 16), 64)
+    found = compare_cp.by_degree(made(131072, 16), 64)
     assert [one.ranks for one in found] == [2, 4, 8, 16, 32, 64]
     assert [one.ranks for one in found if one.seconds["ulysses"] is None] == [32, 64]
-    assert [one.ranks for one in context.by_degree(made(96, 6), 8)] == [2, 4, 6, 8]
+    assert [one.ranks for one in compare_cp.by_degree(made(96, 6), 8)] == [2, 4, 6, 8]
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -286,6 +286,6 @@ def test_a_window_leaves_less_to_compute_and_all_keys_to_send(kind: Callable[[La
 def test_a_ring_computes_in_the_steps_that_a_window_reaches() -> None:
     """Of 16 pieces each query sees its own and the one before: two of the other seven ranks have such a one."""
     near = replace(made(131_072, 8), window=8192)
-    own, earlier, later = (near.work(zigzag(131_072, 8).calls(side)) for side in SIDES)
+    own, earlier, later = (near.work(zigzag(131_072, 8).calls(side)) for side in KEY_SIDES)
     slower = max(earlier, later, key=lambda work: work.both.total)
     assert ring(near).work.both.total == pytest.approx(own.both.total + 2 * slower.both.total)

@@ -13,7 +13,7 @@ from fivefold.model.decoder import Decoder
 from fivefold.model.kernels import Attend, by_definition
 from fivefold.model.layers import TokenPositions
 from fivefold.model.ops import LocalAttention, LocalOps
-from fivefold.model.windows import _MIN_STRIP
+from fivefold.model.sliding_window import _MIN_STRIP
 from fivefold.spec.presets import preset
 
 

@@ -1,57 +1,48 @@
-"""Ring, all-gather and Ulysses compared for one layer: the best kind, and where another overtakes it."""
+"""Compares ring, all-gather and Ulysses for one layer: the fastest, and where another becomes the fastest.
+
+It asks `cost/attention.py` at many lengths and degrees. Lengths double from one tile per piece upwards, and where the
+answer changes between two of them the change is bisected. Attention grows with the square of the length and traffic
+with its first power, so there is usually one change between two neighbours. Kernels that fill their last wave badly
+can add more, which may be missed.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, get_args
-
-from msgspec import structs
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from fivefold.cost.attention import LayerAttention, Method, allgather, compare, possible, ring, splits
 from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import ATTENTION_TILE, Device
-from fivefold.cost.software import Attention
-from fivefold.cost.step import Workload
 from fivefold.cost.systems import software_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import ContextKind, Layout
 from fivefold.layout.rules import tp_fits
 from fivefold.layout.sharding import kv_head
-from fivefold.planner.search import Option, search
-from fivefold.planner.space import FEWEST_TOKENS
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.ranges import RANKS, TOKENS, checked, misfit, within
-from fivefold.support.text import counted, did_you_mean, either
+from fivefold.support.ranges import MAX_RANKS, MAX_TOKENS, check_range, misfit, within
+from fivefold.support.text import either, plural
 
-# ---- crossing -------------------------------------------------------------------------------------------------------
-# Where one kind of context parallelism overtakes another: `cost/attention.py`, asked at many lengths and degrees.
-#
-# Nothing is derived here. Lengths double from one tile per piece upwards, and where an answer changes between two of
-# them the change is bisected. Attention grows with the square of the length and traffic with its first power, so there
-# is usually one change between two neighbours. Kernels that fill their last wave badly can add more, which may be
-# missed.
-
-
-LONGEST = 1 << 24  # tokens; longer sequences are not asked about
+MAX_SEQ = 1 << 24  # tokens; longer sequences are not asked about
 
 T = TypeVar("T")
 
 
-class Since(NamedTuple, Generic[T]):
+class AnswerFrom(NamedTuple, Generic[T]):
     """An answer, and the least number that has it."""
 
     start: int
     answer: T
 
 
-def changes(ask: Callable[[int], T], numbers: Sequence[int], step: int) -> list[Since[T]]:
+def find_changes(ask: Callable[[int], T], numbers: Sequence[int], step: int) -> list[AnswerFrom[T]]:
     """The answers over ascending multiples of `step`: the first, and every other one where it begins."""
-    answers = [Since(numbers[0], ask(numbers[0]))]
+    answers = [AnswerFrom(numbers[0], ask(numbers[0]))]
     for low, high in pairwise(numbers):
         at, last = low, ask(high)
         while answers[-1].answer != last:
@@ -62,29 +53,29 @@ def changes(ask: Callable[[int], T], numbers: Sequence[int], step: int) -> list[
                     at = middle
                 else:
                     end, answer = middle, ask(middle)
-            answers.append(Since(end, answer))
+            answers.append(AnswerFrom(end, answer))
             at = end
     return answers
 
 
-def _over_lengths(case: LayerAttention, ask: Callable[[LayerAttention], T]) -> list[Since[T]]:
+def _over_lengths(case: LayerAttention, ask: Callable[[LayerAttention], T]) -> list[AnswerFrom[T]]:
     step = 2 * case.ranks * ATTENTION_TILE  # pieces are whole tiles
-    doubled = [step << power for power in range(64) if step << power <= max(LONGEST, step)]
-    return changes(lambda seq: ask(replace(case, seq=seq)), doubled, step)
+    doubled = [step << power for power in range(64) if step << power <= max(MAX_SEQ, step)]
+    return find_changes(lambda seq: ask(replace(case, seq=seq)), doubled, step)
 
 
-def by_length(case: LayerAttention) -> list[Since[ContextKind]]:
+def best_by_length(case: LayerAttention) -> list[AnswerFrom[ContextKind]]:
     """The fastest kind, by the length of the sequence."""
     return _over_lengths(case, lambda at_length: possible(at_length)[0].kind)
 
 
-def ring_or_gather(case: LayerAttention) -> list[Since[ContextKind]]:
+def ring_or_gather_by_length(case: LayerAttention) -> list[AnswerFrom[ContextKind]]:
     """The faster of the two kinds that do not divide heads."""
     return _over_lengths(case, lambda c: min(ring(c), allgather(c), key=lambda method: method.seconds).kind)
 
 
-def ring_is_free(case: LayerAttention) -> list[Since[bool]]:
-    """Whether attention hides every send of a ring but that of the last gradient."""
+def ring_hidden_by_length(case: LayerAttention) -> list[AnswerFrom[bool]]:
+    """Whether attention hides every send of a ring except the last gradient's."""
     return _over_lengths(case, lambda at_length: ring(at_length).ring_wait == 0)
 
 
@@ -99,20 +90,17 @@ class Degree(NamedTuple):
         return min((time, kind) for kind, time in self.seconds.items() if time is not None)[1]
 
 
-def by_degree(case: LayerAttention, most: int) -> list[Degree]:
-    """The same sequence over 2, 4, 8, ... ranks, as far as there are any and it divides; and over as many as asked."""
-    doubled = {1 << power for power in range(1, most.bit_length())}
-    fits = sorted(c for c in doubled | {case.ranks} if c <= most and case.seq % (2 * c) == 0)
+def by_degree(case: LayerAttention, max_ranks: int) -> list[Degree]:
+    """The same sequence over 2, 4, 8, ... ranks, up to `max_ranks` and as far as it divides; and over `case.ranks`."""
+    doubled = {1 << power for power in range(1, max_ranks.bit_length())}
+    fits = sorted(c for c in doubled | {case.ranks} if c <= max_ranks and case.seq % (2 * c) == 0)
     return [
         Degree(ranks, {kind: getattr(method, "seconds", None) for kind, method in compare(case.over(ranks)).items()})
         for ranks in fits
     ]
 
 
-# ---- compare --------------------------------------------------------------------------------------------------------
-
-
-TIE = 1.03  # the model of kernels and links is not more exact than that
+TIE_RATIO = 1.03  # the model of kernels and links is not more exact than that
 
 
 @dataclass(frozen=True)
@@ -120,7 +108,7 @@ class ContextResult(Result):
     model: str
     cluster: str
     case: LayerAttention
-    most: int  # cp ranks that the cluster has
+    max_cp: int  # cp ranks that the cluster has
 
     @cached_property
     def methods(self) -> dict[ContextKind, Method | UserError]:
@@ -129,7 +117,7 @@ class ContextResult(Result):
 
     @cached_property
     def splits(self) -> list[dict[str, Any]]:
-        """The ways to divide the tokens, with their balance and the time of a layer."""
+        """The ways to divide the tokens over ranks, with their balance and a layer's time."""
         return [
             {
                 "split": split.name,
@@ -146,18 +134,18 @@ class ContextResult(Result):
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        case, degrees = self.case, by_degree(self.case, self.most)
+        case, degrees = self.case, by_degree(self.case, self.max_cp)
         shape = {"seq": case.seq, "tp": case.topology.layout.tp, "cp": case.ranks}
         heads = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim}
-        faster, free = ring_or_gather(case), ring_is_free(case)
+        faster, free = ring_or_gather_by_length(case), ring_hidden_by_length(case)
         return {"model": self.model, "cluster": self.cluster, **shape, **heads} | {
             "splits": self.splits,
             "methods": [
-                {"kind": kind, "refused": str(method)} if isinstance(method, UserError) else _figures(method)
+                {"kind": kind, "refused": str(method)} if isinstance(method, UserError) else _method_to_dict(method)
                 for kind, method in self.methods.items()
             ],
             "best": possible(case)[0].kind,
-            "best_by_seq": [{"from": start, "best": kind} for start, kind in by_length(case)],
+            "best_by_seq": [{"from": start, "best": kind} for start, kind in best_by_length(case)],
             "ring_or_allgather_by_seq": [{"from": start, "faster": kind} for start, kind in faster],
             "ring_free_by_seq": [{"from": start, "free": answer} for start, answer in free],
             "by_cp": [{"cp": degree.ranks, "best": degree.best, "seconds": degree.seconds} for degree in degrees],
@@ -171,7 +159,7 @@ class ContextResult(Result):
             link, where = accelerator.across, f"{case.topology.reaches['cp'].together} per node"
         yield Text(
             f"one layer of {self.model} on {self.cluster}: {case.seq:,} tokens, tp={layout.tp}, cp={layout.cp}\n"
-            f"a rank has {case.tokens:,} tokens, {counted(case.heads, 'head')} and {counted(case.kv_heads, 'kv head')} "
+            f"a rank has {case.tokens:,} tokens, {plural(case.heads, 'head')} and {plural(case.kv_heads, 'kv head')} "
             f"of {case.head_dim}; cp ranks are {where}, joined by {link.name}"
         )
         yield from (self._split_table(), self._method_table(), Text(""))
@@ -182,7 +170,7 @@ class ContextResult(Result):
         for row in self.splits:
             name, _, *ratios, calls, gathered, around, at_once = row.values()
             ratios = [f"{ratio:.3f}" for ratio in ratios]
-            rows.append([name, *ratios, str(calls), str(gathered), _ms(around), _ms(at_once)])
+            rows.append([name, *ratios, str(calls), str(gathered), _ms_text(around), _ms_text(at_once)])
         return Table(
             ["split", ">busiest rank", ">worst step", ">tiles", ">calls", ">gathered", ">ring ms", ">allgather ms"],
             rows,
@@ -200,7 +188,9 @@ class ContextResult(Result):
                 continue
             times = (method.work.attention.total, method.work.merging.total, method.exposed.total, method.seconds)
             sent = (method.wire_bytes(backward) for backward in (False, True))
-            rows.append([kind, *map(_mib, sent), *map(_ms, times), *map(_mib, (method.kept, method.buffers))])
+            rows.append(
+                [kind, *map(_mib_text, sent), *map(_ms_text, times), *map(_mib_text, (method.kept, method.buffers))]
+            )
         return Table(
             ["kind", ">MiB sent", ">back", ">ms attend", ">merge", ">exposed", ">layer", ">MiB kept", ">buffers"],
             rows,
@@ -218,50 +208,50 @@ class ContextResult(Result):
             yield f"ulysses cannot run: {refusal}"
         elif case.lcm > case.kv_heads:
             yield (
-                f"ulysses repeats the {counted(case.kv_heads, 'kv head')} of a rank {case.lcm // case.kv_heads} times, "
+                f"ulysses repeats the {plural(case.kv_heads, 'kv head')} of a rank {case.lcm // case.kv_heads} times, "
                 "and sends and keeps the copies"
             )
-        yield f"by length, cp={case.ranks}: {_ranges(by_length(case))}"
-        yield f"  of ring and allgather: {_ranges(ring_or_gather(case))}"
-        free = [since.start for since in ring_is_free(case) if since.answer]
-        hides = f"from {free[-1]:,} tokens" if free else f"at no length up to {LONGEST:,}"
+        yield f"by length, cp={case.ranks}: {_ranges_text(best_by_length(case))}"
+        yield f"  of ring and allgather: {_ranges_text(ring_or_gather_by_length(case))}"
+        free = [since.start for since in ring_hidden_by_length(case) if since.answer]
+        hides = f"from {free[-1]:,} tokens" if free else f"at no length up to {MAX_SEQ:,}"
         yield f"  attention hides a ring's sends, all but the last: {hides}"
-        yield f"by cp, {case.seq:,} tokens: {_degrees(by_degree(case, self.most))}"
+        yield f"by cp, {case.seq:,} tokens: {_degrees_text(by_degree(case, self.max_cp))}"
         yield "with documents the balance of ring and allgather depends on where they end; ulysses is always balanced"
 
     def _best(self) -> str:
         first, *others = possible(self.case)
         rest = ", ".join(f"{method.kind} takes {method.seconds / first.seconds:.2f} times as long" for method in others)
-        tie = [method.kind for method in others if method.seconds < TIE * first.seconds]
+        tie = [method.kind for method in others if method.seconds < TIE_RATIO * first.seconds]
         close = f"; {either(tie)} is as good, within the error of this model" if tie else ""
-        return f"{first.kind}, {first.split.name}: {_ms(first.seconds)} ms per layer; {rest}{close}"
+        return f"{first.kind}, {first.split.name}: {_ms_text(first.seconds)} ms per layer; {rest}{close}"
 
     def _why(self) -> str:
-        """What each kind pays beside attention itself."""
+        """What each kind costs besides attention itself."""
         reasons = []
         for kind, method in self.methods.items():
             if isinstance(method, UserError):
                 continue
-            sent = _mib(sum(map(method.wire_bytes, (False, True))))
-            paid = f"{kind} waits {_ms(method.exposed.total)} ms for its {sent} MiB"
+            sent = _mib_text(sum(map(method.wire_bytes, (False, True))))
+            paid = f"{kind} waits {_ms_text(method.exposed.total)} ms for its {sent} MiB"
             if method.work.merging.total:
-                paid += f" and merges for {_ms(method.work.merging.total)} ms"
+                paid += f" and merges for {_ms_text(method.work.merging.total)} ms"
             if method.spare:
-                paid += f" (a rank's own tile can hide up to {_ms(method.spare)} ms of the gather)"
+                paid += f" (a rank's own tile can hide up to {_ms_text(method.spare)} ms of the gather)"
             reasons.append(paid)
         return "; ".join(reasons)
 
     def _tokens(self) -> str:
-        """The zigzag is what runs: another split must be clearly better to be named."""
+        """The best split of each kind. Zigzag is what runs, so another must be clearly better to be named."""
         parts = []
         for kind in ("ring", "allgather"):
             times = {row["split"]: row[f"{kind}_seconds"] for row in self.splits}
             best = min(times, key=lambda name: times[name])
-            parts.append(f"{'zigzag' if times['zigzag'] < TIE * times[best] else best} for {kind}")
+            parts.append(f"{'zigzag' if times['zigzag'] < TIE_RATIO * times[best] else best} for {kind}")
         return ", ".join(parts)
 
 
-def _figures(method: Method) -> dict[str, Any]:
+def _method_to_dict(method: Method) -> dict[str, Any]:
     return {
         "kind": method.kind,
         "split": method.split.name,
@@ -276,7 +266,7 @@ def _figures(method: Method) -> dict[str, Any]:
     }
 
 
-def _ranges(answers: list[Since[Any]]) -> str:
+def _ranges_text(answers: list[AnswerFrom[Any]]) -> str:
     """'ulysses, then ring from 20,480 tokens'."""
     if len(answers) == 1:
         return f"{answers[0].answer} at every length"
@@ -285,7 +275,7 @@ def _ranges(answers: list[Since[Any]]) -> str:
     )
 
 
-def _degrees(degrees: list[Degree]) -> str:
+def _degrees_text(degrees: list[Degree]) -> str:
     """'ring at cp=2 to 64; ulysses is possible up to cp=16'."""
     parts = []
     for kind, group in groupby(degrees, key=lambda degree: degree.best):
@@ -295,15 +285,15 @@ def _degrees(degrees: list[Degree]) -> str:
     return ", ".join(parts) + (f"; ulysses is possible up to cp={able[-1]}" if able else "; ulysses is never possible")
 
 
-def _ms(seconds: float) -> str:
+def _ms_text(seconds: float) -> str:
     return f"{1e3 * seconds:,.{0 if seconds >= 1 else 2}f}"
 
 
-def _mib(count: float) -> str:
+def _mib_text(count: float) -> str:
     return f"{count / (1 << 20):,.{0 if count >= 100 << 20 else 1}f}"
 
 
-def context(
+def compare_cp(
     seq: int,
     cp: int,
     *,
@@ -320,14 +310,21 @@ def context(
     The heads are a model's, or given one by one. `tp` ranks share them; by default as many as a node has, if heads and
     cluster allow.
     """
-    spec, machines, profile = _spec(model, heads, kv_heads, head_dim), Cluster.read(cluster), software_of(software)
+    spec, machines, profile = (
+        _model_with_heads(model, heads, kv_heads, head_dim),
+        Cluster.read(cluster),
+        software_of(software),
+    )
     group = machines.groups[0]
     problems = spec.problems()
     if len(machines.groups) > 1:
         problems.append(
             f"{machines} has mixed nodes, and a cp group runs on nodes of one kind; nearest: cluster={group}"
         )
-    sizes = misfit("seq", seq, within(1, TOKENS)), misfit("cp", cp, within(2, RANKS, "one rank divides nothing"))
+    sizes = (
+        misfit("seq", seq, within(1, MAX_TOKENS)),
+        misfit("cp", cp, within(2, MAX_RANKS, "one rank divides nothing")),
+    )
     problems += [Problem("option.range", sentence) for sentence in sizes if sentence]
     if problems:
         raise UserError(problems, "compare.cp")
@@ -359,7 +356,9 @@ def context(
     return ContextResult(spec.name, str(machines), case, machines.world // tp)
 
 
-def _spec(model: str | ModelSpec | None, heads: int | None, kv_heads: int | None, head_dim: int | None) -> ModelSpec:
+def _model_with_heads(
+    model: str | ModelSpec | None, heads: int | None, kv_heads: int | None, head_dim: int | None
+) -> ModelSpec:
     """The model, or one with the given heads."""
     if heads is None:
         parts = {"kv_heads": kv_heads, "head_dim": head_dim}
@@ -368,171 +367,11 @@ def _spec(model: str | ModelSpec | None, heads: int | None, kv_heads: int | None
         return model if isinstance(model, ModelSpec) else preset(model or "llama3-405b")
     if model is not None:
         raise UserError(
-            f"model={model} has heads of its own, and heads={heads} is given; leave one of them out", "option.conflict"
+            f"model={model} already has heads, and heads={heads} is given; leave one of them out", "option.conflict"
         )
     kv, width = heads if kv_heads is None else kv_heads, 128 if head_dim is None else head_dim
     for name, value in {"heads": heads, "kv_heads": kv, "head_dim": width}.items():
-        checked(name, value, within(1, 100_000))
+        check_range(name, value, within(1, 100_000))
     # The feed-forward width is one that every tp divides which divides the heads.
     name, hidden = f"a model of {heads} heads", heads * width
     return ModelSpec(name=name, layers=1, hidden=hidden, heads=heads, kv_heads=kv, head_dim=width, ffn=heads, vocab=2)
-
-
-# ---- unplanned ------------------------------------------------------------------------------------------------------
-# What trains, is proven and planned, but has no cost model yet for lengths: refused by name.
-
-
-def refuse_unplanned(spec: ModelSpec) -> None:
-    if spec.experts is not None:
-        raise UserError(
-            f"{spec.name} has {spec.experts.count} experts a layer, and the comparison of lengths knows dense "
-            f"models alone; training is planned: 'fivefold plan {spec.name} --cluster 2x8xH100'",
-            "compare.experts",
-        )
-
-
-# ---- lengths --------------------------------------------------------------------------------------------------------
-# Whether context parallelism pays, and how much of it: whole steps, by the length of a sequence, cp and the kernel.
-#
-# lengths([8192, 131072], "llama3-8b", "8x8xH100").rows[0].best      # the best layout of every cp
-#
-# Each number is a search over all layouts with that cp. A step has about as many tokens at every length.
-
-
-STEP = 1 << 22  # tokens
-PEAK = "peak"  # a kernel that reaches the device's peak rate: none can be faster
-KERNELS = (*get_args(Attention)[2:], PEAK)
-
-
-class Length(NamedTuple):
-    """One length with one attention kernel: by cp, the fastest layout that fits; None where none does."""
-
-    seq: int
-    batch: int
-    kernel: str  # empty: the software's own
-    by_cp: dict[int, Option | None]
-
-    @property
-    def best(self) -> Option | None:
-        return min(filter(None, self.by_cp.values()), key=lambda option: option.seconds, default=None)
-
-    def slower(self, cp: int) -> float | None:
-        """Than the best, with this cp."""
-        option = self.by_cp.get(cp)
-        return option.seconds / self.best.seconds - 1 if option and self.best else None
-
-
-@dataclass(frozen=True)
-class LengthsResult(Result):
-    model: str
-    cluster: str
-    software: str
-    rows: tuple[Length, ...]
-
-    @property
-    def degrees(self) -> list[int]:
-        return sorted({cp for row in self.rows for cp in row.by_cp})
-
-    def to_dict(self) -> dict[str, Any]:
-        question = {"model": self.model, "cluster": self.cluster, "software": self.software}
-        return question | {
-            "lengths": [
-                {
-                    "seq": row.seq,
-                    "batch": row.batch,
-                    "kernel": row.kernel or None,
-                    "best": str(row.best.layout) if row.best else None,
-                    "by_cp": [
-                        {
-                            "cp": cp,
-                            "layout": str(option.layout) if option else None,
-                            "seconds": option.seconds if option else None,
-                        }
-                        for cp, option in row.by_cp.items()
-                    ],
-                }
-                for row in self.rows
-            ]
-        }
-
-    def blocks(self) -> Iterator[Block]:
-        yield Text(f"{self.model} on {self.cluster}, {self.software}: the fastest layout with each cp")
-        kernels = any(row.kernel for row in self.rows)
-        first, slower, fastest = [">tokens", *(["kernel"] if kernels else [])], [], []
-        for row in self.rows:
-            what, best = [f"{row.seq:,}", *([row.kernel] if kernels else [])], row.best
-            slower.append([*what, *(_loss(row, cp) for cp in self.degrees)])
-            if best:
-                share = f"{best.workload.mfu(best.seconds, 'causal'):.1%}"
-                fastest.append([*what, f"{best.seconds:.2f} s", share, str(best.layout)])
-        caption = "how much slower than with the best cp, over all other choices; no: none fits; -: not tried"
-        yield Table([*first, *(f">cp={cp}" for cp in self.degrees)], slower, title="cp by length", caption=caption)
-        caption = "MFU: with the half of attention that a causal mask leaves"
-        yield Table([*first, ">step", ">MFU", "~layout"], fastest, title="The fastest", caption=caption)
-
-
-def _loss(row: Length, cp: int) -> str:
-    if cp not in row.by_cp:
-        return "-"
-    slower = row.slower(cp)
-    return "no" if slower is None else "best" if slower == 0 else f"+{slower:.1%}"
-
-
-def lengths(
-    seqs: Sequence[int],
-    model: str | ModelSpec = "llama3-8b",
-    cluster: str | Path | Cluster = "8x8xH100",
-    *,
-    kernels: Sequence[str] = (),
-    software: str = "fivefold",
-) -> LengthsResult:
-    """The fastest layout of every cp, for sequences of these lengths, in steps of about 4M tokens.
-
-    `kernels` are attention kernels to compare: flash1, flash2, flash3, or peak, which no kernel can surpass.
-    """
-    spec, machines = preset(model) if isinstance(model, str) else model, Cluster.read(cluster)
-    refuse_unplanned(spec)
-    if len(machines.groups) > 1:
-        raise UserError(f"{machines} has mixed nodes; give one group, as cluster={machines.groups[0]}", "compare.nodes")
-    if wrong := [name for name in kernels if name not in KERNELS]:
-        raise UserError(f"{wrong[0]!r} is not an attention kernel; {did_you_mean(wrong[0], KERNELS)}", "option.choice")
-    for seq in seqs:
-        checked("seq", seq, within(2, TOKENS))
-    profile, rows = software_of(software, machines.groups[0].accelerator), []
-    for seq in seqs:
-        batch = max(1, STEP // seq)
-        workload = Workload(
-            structs.replace(spec, context=max(spec.context, seq)), Layout(), machines, seq, batch, software=profile
-        )
-        for kernel in kernels or ("",):
-            with_it = _with(workload, kernel)
-            rows.append(Length(seq, batch, kernel, {cp: _fastest(with_it, cp) for cp in _cp_degrees(workload)}))
-    return LengthsResult(spec.name, str(machines), profile.name, tuple(rows))
-
-
-def _cp_degrees(workload: Workload) -> Iterator[int]:
-    """Powers of two that leave a rank enough tokens."""
-    cp = 1
-    while cp <= workload.cluster.world and (
-        cp == 1 or (workload.seq % (2 * cp) == 0 and workload.seq // cp >= FEWEST_TOKENS)
-    ):
-        yield cp
-        cp *= 2
-
-
-def _with(workload: Workload, kernel: str) -> Workload:
-    """Every attention of the workload by one kernel."""
-    if not kernel:
-        return workload
-    name = KERNELS[-2] if kernel == PEAK else kernel
-    device = Device.of(workload.cluster.groups[0].accelerator)
-    if kernel == PEAK:
-        device = replace(device, achieved=structs.replace(device.achieved, **{name: 1.0}))
-    return replace(workload, device=device, software=workload.software.but(attention=name, cp_attention=name))
-
-
-def _fastest(workload: Workload, cp: int) -> Option | None:
-    try:
-        return search(workload, top=1, cp=cp).best
-    except UserError:  # nothing fits, or the batch does not divide
-        return None

@@ -51,6 +51,7 @@ class BucketParams:
 def buckets(
     parameters: Iterable[LocalParam],
     min_elements: int = MIN_BUCKET_ELEMENTS,
+    *,
     split_backward: bool = False,
     separate_tied: bool = False,
     low_precision: bool = False,

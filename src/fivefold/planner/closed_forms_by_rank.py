@@ -1,4 +1,4 @@
-"""Closed forms of a model whose layers differ: each pipeline rank has the layers of its stages (closed.py).
+"""Closed forms of a model whose layers differ: each pipeline rank has the layers of its stages (closed_forms.py).
 
     UnlikeClosed({layer: closed_of(layer), ...}).memory()
 
@@ -17,8 +17,8 @@ import numpy as np
 
 from fivefold.cost.moe import ParamShare, block_share
 from fivefold.cost.step import Workload
-from fivefold.layout.stages import balanced
-from fivefold.planner.closed import Array, BlockArrays, BlockShape, Choices, Closed, PipelineArrays
+from fivefold.layout.stages import balance_layers
+from fivefold.planner.closed_forms import Array, BlockArrays, BlockShape, Choices, Closed, PipelineArrays
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import Layer
 
@@ -45,7 +45,7 @@ class RankLayers(NamedTuple):
 def ranks_of(spec: ModelSpec, kinds: list[Layer], stages: tuple[tuple[int, ...], ...], seq: int) -> list[RankLayers]:
     """Pipeline ranks, those with the same layers once; `stages` are the numbers of the stages of each."""
     total = sum(map(len, stages))
-    ends = [0, *accumulate(balanced(spec, total, seq))]
+    ends = [0, *accumulate(balance_layers(spec, total, seq))]
     found: dict[tuple[object, ...], RankLayers] = {}
     for number, own_stages in enumerate(stages):
         layers = [[spec.kinds(layer) for layer in range(ends[stage], ends[stage + 1])] for stage in own_stages]
@@ -183,6 +183,6 @@ def closed_by_kind(
     return parts
 
 
-def joined(spec: ModelSpec, parts: Sequence[Closed]) -> Closed | UnlikeClosed:
-    """The closed form of a model from those of its kinds of layer, in the order of `spec.counted()`."""
+def combine_kinds(spec: ModelSpec, parts: Sequence[Closed]) -> Closed | UnlikeClosed:
+    """Combines the closed forms of a model's kinds of layer, given in the order of `spec.counted()`."""
     return parts[0] if len(parts) == 1 else UnlikeClosed(dict(zip(spec.counted(), parts, strict=True)))

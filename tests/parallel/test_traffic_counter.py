@@ -11,7 +11,7 @@ from fivefold.layout.axes import AXES
 from fivefold.layout.layout import Layout
 from fivefold.parallel import collectives as c
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.traffic import TrafficCounter
+from fivefold.parallel.traffic_counter import TrafficCounter
 from fivefold.spec.presets import preset
 from tests.parallel.zero.world import each
 from tests.ranks import run_ranks

@@ -1,16 +1,16 @@
-"""`ActionIndex`, where each action of a schedule stands, which the proofs read; `ScheduleProblem`, what they find."""
+"""`ActionIndex` says where each action of a schedule stands, for the proofs; `ScheduleProblem` is what they find."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from fivefold.schedules.actions import ALL, BACKWARD, COLLECTIVES, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
+from fivefold.schedules.actions import ALL_MICROBATCHES, BACKWARD, COLLECTIVES, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
 from fivefold.schedules.clock import ClockRun, run
 from fivefold.schedules.costs import Costs
 from fivefold.schedules.schedule import Schedule
 
-ABSENT = -1
+NO_PLACE = -1
 Row = list[int]  # by microbatch
 
 
@@ -49,13 +49,13 @@ class ActionIndex:
         own = set(of_rank[rank] if rank < len(of_rank) else ())
         for place, action in enumerate(self.schedule.ranks[rank]):
             kind, stage, microbatch, _ = action
-            if microbatch == ALL and kind in COLLECTIVES and stage in own:
+            if microbatch == ALL_MICROBATCHES and kind in COLLECTIVES and stage in own:
                 self.for_all[kind, stage].append(place)
                 continue
             row = places.get((kind, stage))
             if row is None:
-                row = places[kind, stage] = [ABSENT] * m
-            if stage not in own or not 0 <= microbatch < m or row[microbatch] != ABSENT:
+                row = places[kind, stage] = [NO_PLACE] * m
+            if stage not in own or not 0 <= microbatch < m or row[microbatch] != NO_PLACE:
                 self.unplaced.append((rank, place, action))
                 continue
             row[microbatch] = place
@@ -71,7 +71,7 @@ class ActionIndex:
 
     def places(self, kind: Kind, stage: int) -> Row:
         """By microbatch, the place of an action in its rank's list, or ABSENT."""
-        return self._places.get((kind, stage)) or [ABSENT] * self.schedule.m
+        return self._places.get((kind, stage)) or [NO_PLACE] * self.schedule.m
 
     def input_gradients(self, stage: int) -> Row:
         """By microbatch, where the gradient of the stage's input is made: its B or its I."""
@@ -88,4 +88,4 @@ class ActionIndex:
 
 
 def _either(first: Row, second: Row) -> Row:
-    return [a if a != ABSENT else b for a, b in zip(first, second, strict=True)]
+    return [a if a != NO_PLACE else b for a, b in zip(first, second, strict=True)]

@@ -9,20 +9,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fivefold.cost.model_state import OURS, PAPER
+from fivefold.cost.model_state import FIVEFOLD_ACCOUNTING, PAPER_ACCOUNTING
 from fivefold.planner.explain import AxisTraffic, traffic, traffic_rank
-from fivefold.planner.search import Option
+from fivefold.planner.option import Option
 from fivefold.render.blocks import Block, Result, Table
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import RANKS, checked, within
+from fivefold.support.ranges import MAX_RANKS, check_range, within
 from fivefold.support.text import si
 
-NARROW = 2  # bytes of a number, in textbooks
-ZERO = {0: "16", 1: "(4 + 12/N)", 2: "(2 + 14/N)", 3: "16/N"}  # bytes a parameter, arXiv 1910.02054, table 1
-DATA = ("dp", "fsdp", "dp_cp", "replicate", "efsdp", "expert_dp")  # axes of gradients and weights
+NUMBER_BYTES = 2  # in textbooks
+ZERO_FORMULAS = {0: "16", 1: "(4 + 12/N)", 2: "(2 + 14/N)", 3: "16/N"}  # bytes a parameter, arXiv 1910.02054, table 1
+DATA_AXES = ("dp", "fsdp", "dp_cp", "replicate", "efsdp", "expert_dp")  # axes of gradients and weights
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def flops_text(value: float) -> str:
 
 
 def shortcuts(option: Option) -> list[Shortcut]:
-    """Those that say something of this layout."""
+    """The formulas that apply to this layout."""
     formulas = [_flops(option), _state(option), _activations(option)]
     rows = traffic(option)
     formulas += [*_data(option, rows), *_tensor(option, rows), *_pipeline(option, rows), *_experts(option, rows)]
@@ -81,13 +81,14 @@ def _state(option: Option) -> Shortcut:
     workload, layout, needs = option.workload, option.layout, option.footprint
     ranks, share = layout.size("fsdp"), workload.spec.parameter_count / (layout.tp * layout.pp)
     zero = layout.zero if ranks > 1 else 0
-    textbook = PAPER.state(share, share / ranks, zero, ranks).total
+    textbook = PAPER_ACCOUNTING.state(share, share / ranks, zero, ranks).total
     each = workload.software.accounting
     why = _because(
-        f"gradients are added up in {each.gradient} bytes, and not in {NARROW}" if each.gradient != NARROW else "",
+        f"gradients are added up in {each.gradient} bytes, and not in {NUMBER_BYTES}"
+        if each.gradient != NUMBER_BYTES else "",
         "" if each.master else f"weights have {each.weight} bytes, and no master beside them",
-        f"the optimizer's states have {each.states} bytes, and not {PAPER.states}"
-        if each.states != PAPER.states else "",
+        f"the optimizer's states have {each.states} bytes, and not {PAPER_ACCOUNTING.states}"
+        if each.states != PAPER_ACCOUNTING.states else "",
         "ZeRO 3 has the 4-byte master as a weight's only copy, without 2 bytes beside it"
         if zero == 3 and each.master else "",
         "at the peak not all gradients exist" if needs.gradients < 0.99 * needs.state.gradients else "",
@@ -96,7 +97,7 @@ def _state(option: Option) -> Shortcut:
     )  # fmt: skip
     exact = needs.state.parameters + needs.gradients + needs.state.optimizer
     over = " / (t p)" if layout.tp * layout.pp > 1 else ""
-    return Shortcut("state", f"{ZERO[zero]} bytes x P{over}", textbook, exact, "GB", why)
+    return Shortcut("state", f"{ZERO_FORMULAS[zero]} bytes x P{over}", textbook, exact, "GB", why)
 
 
 def _activations(option: Option) -> Shortcut:
@@ -141,14 +142,14 @@ def _wire(rows: list[AxisTraffic], axes: set[str], kinds: tuple[str, ...] = ()) 
 
 def _data(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
     layout, workload = option.layout, option.workload
-    axes = {layout.same_axis(axis) for axis in DATA if layout.size(axis) > 1} & set(DATA)
+    axes = {layout.same_axis(axis) for axis in DATA_AXES if layout.size(axis) > 1} & set(DATA_AXES)
     if not axes or layout.size("dp_cp") == 1:
         return
-    size = NARROW * workload.spec.parameter_count / (layout.tp * layout.pp)
+    size = NUMBER_BYTES * workload.spec.parameter_count / (layout.tp * layout.pp)
     times, sharded = (3, True) if layout.zero == 3 else (2, False)
     each = workload.software.accounting
     why = _because(
-        f"gradients travel in {each.gradient} bytes, weights in {each.weight}" if each.gradient != NARROW else "",
+        f"gradients travel in {each.gradient} bytes, weights in {each.weight}" if each.gradient != NUMBER_BYTES else "",
         f"for each of {layout.microbatches} microbatches weights are gathered twice and gradients scattered"
         if sharded and layout.microbatches > 1 else "",
         f"ZeRO 2 sums gradients after each of {layout.microbatches} microbatches" if layout.zero == 2 else "",
@@ -166,7 +167,7 @@ def _tensor(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
     if t == 1:
         return
     calls = 2 * spec.residual_writers / layout.pp * layout.microbatches
-    textbook = calls * NARROW * _stream(option) * 2 * (t - 1) / t
+    textbook = calls * NUMBER_BYTES * _stream(option) * 2 * (t - 1) / t
     why = _because(
         "with sp the backward pass gathers the columns' saved input once more" if layout.sp else "",
         "the forward pass runs twice" if layout.recompute == "full" else "",
@@ -196,7 +197,7 @@ def _pipeline(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
     layout = option.layout
     if layout.pp == 1:
         return
-    textbook = NARROW * _stream(option) * layout.microbatches
+    textbook = NUMBER_BYTES * _stream(option) * layout.microbatches
     why = _because(
         f"under sp a rank sends its tp part alone, 1/{layout.tp}" if layout.sp and layout.tp > 1 else "",
         f"{layout.chunks} stages a rank: a microbatch passes by as often" if layout.chunks > 1 else "",
@@ -209,7 +210,7 @@ def _experts(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
     if spec.experts is None or layout.ep == 1:
         return
     calls = 4 * spec.experts.top_k * len(spec.routed_layers) / layout.pp * layout.microbatches
-    textbook = calls * NARROW * _stream(option) / layout.tp * (layout.ep - 1) / layout.ep
+    textbook = calls * NUMBER_BYTES * _stream(option) / layout.tp * (layout.ep - 1) / layout.ep
     why = _because(
         f"dispatch={layout.dispatch} sends otherwise" if layout.dispatch != "alltoall" else "",
         "the forward pass runs twice" if layout.recompute == "full" else "",
@@ -254,14 +255,14 @@ class ZeroResult(Result):
         return [
             {
                 "stage": stage,
-                "paper": PAPER.state(count, count / ranks, stage, ranks).total,
+                "paper": PAPER_ACCOUNTING.state(count, count / ranks, stage, ranks).total,
                 "parameters": ours.parameters,
                 "gradients": ours.gradients,
                 "optimizer": ours.optimizer,
                 "total": ours.total,
             }
             for stage in range(4)
-            for ours in [OURS.state(count, count / ranks, stage, ranks)]
+            for ours in [FIVEFOLD_ACCOUNTING.state(count, count / ranks, stage, ranks)]
         ]
 
     def blocks(self) -> Iterator[Block]:
@@ -276,7 +277,7 @@ class ZeroResult(Result):
 
 def zero(model: str | float | ModelSpec, ranks: int = 64) -> ZeroResult:
     """Bytes by ZeRO stage of a model, or of a number of parameters, sharded over `ranks` (dp x cp)."""
-    checked("ranks", ranks, within(1, RANKS))
+    check_range("ranks", ranks, within(1, MAX_RANKS))
     if isinstance(model, ModelSpec):
         return ZeroResult(float(model.parameter_count), ranks)
     try:

@@ -1,6 +1,6 @@
-"""A schedule of a user's own module: all that its record lacks is told at once, before layouts or the planner read it.
+"""Checks a plugin's schedule before layouts or the planner read it, and reports all problems of its record at once.
 
-The record is tried with two small pipelines. Where a call fails with other numbers, that is a sentence, too.
+The record is tried with two small pipelines. A call that fails later, with other numbers, also raises a UserError.
 """
 
 import math
@@ -15,27 +15,27 @@ from fivefold.schedules.check import prove
 from fivefold.schedules.info import ScheduleInfo, ScheduleRequest
 from fivefold.schedules.schedule import Placement, Schedule, peak_live
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.plugin_calls import shown, told
+from fivefold.support.plugin_calls import error_text, value_text
 
 T = TypeVar("T")
-_WORDS = {str: "text", bool: "True or False", int: "a whole number", float: "a number", tuple: "a tuple"}
-_OPTIONS = ("group", "memory")
-_TRIED = (2, 4)  # ranks; two microbatches for each, or as many as it needs
+_TYPE_NAMES = {str: "text", bool: "True or False", int: "a whole number", float: "a number", tuple: "a tuple"}
+_INTEGER_OPTIONS = ("group", "memory")
+_TRIED_RANKS = (2, 4)  # ranks; two microbatches for each, or as many as it needs
 
 
 @lru_cache(maxsize=64)
-def brought(name: str, own: ScheduleInfo) -> ScheduleInfo:
-    """The facts of a user's schedule, under the name that jobs have for it. What it builds is proven, each time."""
-    if lacks := [*_wrong_types(own)]:
+def check_plugin_record(name: str, own: ScheduleInfo) -> ScheduleInfo:
+    """The record of a plugin's schedule, under the name that jobs use. Each schedule that it builds is proven."""
+    if lacks := [*_type_problems(own)]:
         raise UserError([_problem(f"{name} {lack}") for lack in lacks])
-    if problems := [*_tried(name, own)]:
+    if problems := [*_try_record(name, own)]:
         raise UserError(problems)
     return replace(
         own,
         name=name,
-        place=lambda p, chunks: _place(name, own, p, chunks),
-        live=lambda p, m, v: _asked(name, f"live for p={p}, m={m}", lambda: own.live(p, m, v)),
-        build=lambda request: _built(name, own, request),
+        place=lambda p, chunks: _check_placement(name, own, p, chunks),
+        live=lambda p, m, v: _call_plugin(name, f"live for p={p}, m={m}", lambda: own.live(p, m, v)),
+        build=lambda request: _build_schedule(name, own, request),
         schedule=None,
     )
 
@@ -44,48 +44,53 @@ def _problem(words: str) -> Problem:
     return Problem("plugin.schedule", words)
 
 
-def _asked(name: str, what: str, call: Callable[[], T]) -> T:
+def _call_plugin(name: str, what: str, call: Callable[[], T]) -> T:
     try:
         return call()
     except UserError:  # what it refuses itself
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(_problem(f"{name}: {what} raised {told(error, name)}")) from None
+        raise UserError(_problem(f"{name}: {what} raised {error_text(error, name)}")) from None
 
 
 # ---- the record -----------------------------------------------------------------------------------------------------
 
 
-def _wrong_types(own: ScheduleInfo) -> Iterator[str]:
+def _type_problems(own: ScheduleInfo) -> Iterator[str]:
     for field in fields(own):
         value = getattr(own, field.name)
         usual = field.default if isinstance(field.default, bool | int | float | str | tuple) else None
         if field.name in ("build", "place", "live"):
             if not callable(value):
-                yield f"has {field.name}={shown(value)}, which cannot be called"
+                yield f"has {field.name}={value_text(value)}, which cannot be called"
         elif field.name == "name" or usual is not None:
             kind = str if field.name == "name" else type(usual)
             fits = isinstance(value, int | float) and value is not True if kind is float else type(value) is kind
             if not fits:
-                yield f"has {field.name}={shown(value)}, and not {_WORDS[kind]}"
+                yield f"has {field.name}={value_text(value)}, and not {_TYPE_NAMES[kind]}"
     if type(own.chunks) is int and own.chunks < 1:
         yield f"has chunks={own.chunks}; each rank has at least 1 stage"
     if type(own.least) is int and own.least < 0:
         yield f"has least={own.least}; the fewest microbatches are 0 or more times p"
     if isinstance(own.planned, tuple) and not all(type(chunks) is int and chunks > 0 for chunks in own.planned):
-        yield f"has planned={shown(own.planned)}, and not numbers of chunks, such as (1,)"
-    if isinstance(own.options, tuple) and not {*own.options} <= {*_OPTIONS}:
-        yield f"has options={shown(own.options)}; known: {', '.join(_OPTIONS)}"
+        yield f"has planned={value_text(own.planned)}, and not numbers of chunks, such as (1,)"
+    if isinstance(own.options, tuple) and not {*own.options} <= {*_INTEGER_OPTIONS}:
+        yield f"has options={value_text(own.options)}; known: {', '.join(_INTEGER_OPTIONS)}"
 
 
-def _tried(name: str, own: ScheduleInfo) -> Iterator[str]:
-    """What fails with two small pipelines. Numbers that its builder refuses, by a UserError, it need not have."""
+def _try_record(name: str, own: ScheduleInfo) -> Iterator[str]:
+    """What fails with two small pipelines. The builder may refuse numbers with a UserError."""
     v = own.chunks
-    for p in _TRIED:
+    for p in _TRIED_RANKS:
         request = ScheduleRequest(p, m := p * max(2, own.least), chunks=v)
-        first: list[Callable[[], Any]] = [partial(_place, name, own, p, v), partial(_live, name, own, p, m, v)]
+        first: list[Callable[[], Any]] = [
+            partial(_check_placement, name, own, p, v),
+            partial(_check_live, name, own, p, m, v),
+        ]
         problems = [problem for call in first for problem in _refusal(call)]
-        yield from problems or ([] if _refuses(own, request) else _refusal(partial(_built, name, own, request)))
+        yield from problems or (
+            [] if _refuses_request(own, request) else _refusal(partial(_build_schedule, name, own, request))
+        )
 
 
 def _refusal(call: Callable[[], Any]) -> list[str]:
@@ -96,7 +101,7 @@ def _refusal(call: Callable[[], Any]) -> list[str]:
     return []
 
 
-def _refuses(own: ScheduleInfo, request: ScheduleRequest) -> bool:
+def _refuses_request(own: ScheduleInfo, request: ScheduleRequest) -> bool:
     try:
         own.build(request)
     except UserError:
@@ -106,25 +111,25 @@ def _refuses(own: ScheduleInfo, request: ScheduleRequest) -> bool:
     return False
 
 
-def _place(name: str, own: ScheduleInfo, p: int, chunks: int) -> Placement:
+def _check_placement(name: str, own: ScheduleInfo, p: int, chunks: int) -> Placement:
     what = f"place for p={p}, chunks={chunks}"
-    made = _asked(name, what, lambda: own.place(p, chunks))
+    made = _call_plugin(name, what, lambda: own.place(p, chunks))
     if not isinstance(made, Placement):
-        raise UserError(_problem(f"{name}: {what} gave {shown(made)}, and not a Placement"))
+        raise UserError(_problem(f"{name}: {what} gave {value_text(made)}, and not a Placement"))
     if made.ranks != p:
         raise UserError(_problem(f"{name}: {what} puts stages on {made.ranks} ranks"))
     return made
 
 
-def _live(name: str, own: ScheduleInfo, p: int, m: int, v: int) -> float:
-    """The activations of a rank, as the record says: of numbers, and of arrays of them, as the planner asks."""
+def _check_live(name: str, own: ScheduleInfo, p: int, m: int, v: int) -> float:
+    """The activations of a rank by the record, for numbers and, as the planner asks, for arrays."""
     what = f"live for p={p}, m={m}"
-    live = _asked(name, what, lambda: own.live(p, m, v))
+    live = _call_plugin(name, what, lambda: own.live(p, m, v))
     if isinstance(live, bool) or not isinstance(live, int | float | np.number) or not 0 <= live < math.inf:
-        raise UserError(_problem(f"{name}: {what} gave {shown(live)}, and not a number of activations"))
-    of_arrays = _asked(name, f"{what}, as arrays,", lambda: own.live(np.array([p, p]), np.array([m, m]), v))
+        raise UserError(_problem(f"{name}: {what} gave {value_text(live)}, and not a number of activations"))
+    of_arrays = _call_plugin(name, f"{what}, as arrays,", lambda: own.live(np.array([p, p]), np.array([m, m]), v))
     if np.shape(of_arrays) not in ((), (2,)) or not np.all(np.asarray(of_arrays) == live):
-        gave = f"gave {shown(live)}, and as arrays {shown(of_arrays)}"
+        gave = f"gave {value_text(live)}, and as arrays {value_text(of_arrays)}"
         raise UserError(_problem(f"{name}: {what} {gave}; write np.minimum for min"))
     return float(live)
 
@@ -132,11 +137,11 @@ def _live(name: str, own: ScheduleInfo, p: int, m: int, v: int) -> float:
 # ---- what it builds -------------------------------------------------------------------------------------------------
 
 
-def _built(name: str, own: ScheduleInfo, request: ScheduleRequest) -> Schedule:
+def _build_schedule(name: str, own: ScheduleInfo, request: ScheduleRequest) -> Schedule:
     numbers = f"{name} for p={request.p}, m={request.m}"
-    made = _asked(name, f"build for p={request.p}, m={request.m}", lambda: own.build(request))
-    live = _live(name, own, request.p, request.m, request.v)
-    if problems := [_problem(f"{numbers} {lack}") for lack in _unlike(name, own, request, made)]:
+    made = _call_plugin(name, f"build for p={request.p}, m={request.m}", lambda: own.build(request))
+    live = _check_live(name, own, request.p, request.m, request.v)
+    if problems := [_problem(f"{numbers} {lack}") for lack in _build_problems(name, own, request, made)]:
         raise UserError(problems)
     most = max(map(peak_live, made.ranks)) / request.v
     if most > min(live, request.m):
@@ -145,14 +150,14 @@ def _built(name: str, own: ScheduleInfo, request: ScheduleRequest) -> Schedule:
     return prove(made)
 
 
-def _unlike(name: str, own: ScheduleInfo, request: ScheduleRequest, made: object) -> Iterator[str]:
-    """What a schedule lacks of what its record says of it."""
+def _build_problems(name: str, own: ScheduleInfo, request: ScheduleRequest, made: object) -> Iterator[str]:
+    """How a schedule differs from what its record says."""
     if not isinstance(made, Schedule):
         yield f"builds a {type(made).__name__}, and not a Schedule"
         return
     if (made.p, made.m) != (request.p, request.m):
         yield f"builds a schedule for p={made.p}, m={made.m}"
-    place = _place(name, own, request.p, request.v)
+    place = _check_placement(name, own, request.p, request.v)
     if made.placement != place:
         yield f"has its stages on ranks {list(made.placement.owner)}, and its `place` says {list(place.owner)}"
     if made.splits and not own.splits:

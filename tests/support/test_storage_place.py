@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.support.places import DRIVERS, RemotePlace, place_of, remote_of
+from fivefold.support.storage_place import DRIVERS, RemotePlace, place_of, remote_of
 from tests.refusals import refusal
 
 
@@ -43,7 +43,7 @@ def test_what_could_be_more_than_a_place_is_refused(text: str, code: str) -> Non
 
 
 def test_what_is_to_be_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fivefold.support.places.absent", lambda package: package == "s3fs")
-    assert remote_of("s3://bucket/a").missing == 's3://bucket/a needs s3fs: pip install "fivefold[s3]"'
-    assert remote_of("memory://a").missing is None
+    monkeypatch.setattr("fivefold.support.storage_place.not_installed", lambda package: package == "s3fs")
+    assert remote_of("s3://bucket/a").missing_package_message == 's3://bucket/a needs s3fs: pip install "fivefold[s3]"'
+    assert remote_of("memory://a").missing_package_message is None
     assert all(len(remote_of(f"{kind}:///a" if kind == "file" else f"{kind}://a").protocol) for kind in DRIVERS)

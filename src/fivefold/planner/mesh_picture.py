@@ -48,16 +48,16 @@ from fivefold.render.scene import (
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import outside
 
-AXES = {"tp": ORANGE, "cp": PURPLE, "pp": BLUE, "dp": GREEN, "ep": RED, "replicate": SKY, "shard": SKY}
-FIRST = 6  # ranks of a group that are listed
-FEW = 16  # nodes that are drawn with their ranks
-GAP, HEAD = 44.0, 58.0  # between panels, and of a panel's title
-LARGEST, SMALLEST = 54.0, 4.0  # of a cell
-LIGHTEST = 0.72  # how far the last coordinate's shade goes towards white
+AXIS_COLOURS = {"tp": ORANGE, "cp": PURPLE, "pp": BLUE, "dp": GREEN, "ep": RED, "replicate": SKY, "shard": SKY}
+MAX_LISTED_RANKS = 6  # ranks of a group that are listed
+MAX_NODES_IN_DETAIL = 16  # nodes that are drawn with their ranks
+PANEL_GAP, PANEL_TITLE_HEIGHT = 44.0, 58.0  # between panels, and of a panel's title
+MAX_CELL, MIN_CELL = 54.0, 4.0  # of a cell
+LIGHTEST_SHADE = 0.72  # how far the last coordinate's shade goes towards white
 
 
 class Panel(NamedTuple):
-    """An axis: how many ranks it has, the first rank's group, and in words where that is."""
+    """An axis: how many ranks it has, the first rank's group, and where that is, in words."""
 
     axis: str
     ranks: int
@@ -70,39 +70,39 @@ def mesh_scene(layout: Layout, nodes: Sequence[range], panels: Sequence[Panel], 
     description = f"{layout} on {cluster}: {layout.world:,} ranks on {len(nodes):,} nodes"
     scene = sheet("Where the ranks are", description, 0.0, f"mesh of {layout}")
     columns = 1 if len(panels) == 1 else 2
-    wide = (WIDTH - 2 * MARGIN - GAP * (columns - 1)) / columns
+    wide = (WIDTH - 2 * MARGIN - PANEL_GAP * (columns - 1)) / columns
     y, last = TOP + 6, TOP + 6
     for at in range(0, len(panels), columns):
         row = panels[at : at + columns]
         heights = [
-            _panel(scene, layout, nodes, panel, (MARGIN + place * (wide + GAP), y, wide))
+            _panel(scene, layout, nodes, panel, (MARGIN + place * (wide + PANEL_GAP), y, wide))
             for place, panel in enumerate(row)
         ]
         last, y = y, y + max(heights) + 30
     if len(panels) % 2 and columns == 2:
-        _groups(scene, panels, MARGIN + wide + GAP, last, wide)
+        _groups(scene, panels, MARGIN + wide + PANEL_GAP, last, wide)
     note = "shade: a rank's place on the axis, 0 darkest; outlined: the ranks that rank 0 communicates with on it"
     scene.shapes.append(TextMark(MARGIN, y + 2, note, LABEL, fill=GREY))
     scene.height = y + 30
     return scene
 
 
-def listed(group: Sequence[int]) -> str:
-    """Its first ranks, and the last; where that would leave out a single one, all."""
-    if len(group) <= FIRST + 2:
+def group_text(group: Sequence[int]) -> str:
+    """A group's first ranks and its last; all of them if only one would be left out."""
+    if len(group) <= MAX_LISTED_RANKS + 2:
         return ", ".join(map(str, group))
-    return f"{', '.join(map(str, group[:FIRST]))}, ... {group[-1]}"
+    return f"{', '.join(map(str, group[:MAX_LISTED_RANKS]))}, ... {group[-1]}"
 
 
 def _groups(scene: Scene, panels: Sequence[Panel], x: float, y: float, wide: float) -> None:
-    """Where a panel is free: the groups of rank 0 in words."""
+    """Lists the groups of rank 0 in words, in the place of a missing panel."""
     scene.shapes.append(TextMark(x, y + 9, "rank 0 communicates with", 20, bold=True))
     for at, panel in enumerate(panels):
         row = y + 44 + 27 * at
         scene.shapes += [
-            Rect(x, row - 7, 14, 14, AXES[panel.axis]),
+            Rect(x, row - 7, 14, 14, AXIS_COLOURS[panel.axis]),
             TextMark(x + 24, row, panel.axis, LABEL, bold=True),
-            TextMark(x + 110, row, cut(listed(panel.group), LABEL, wide - 110), LABEL),
+            TextMark(x + 110, row, cut(group_text(panel.group), LABEL, wide - 110), LABEL),
         ]
 
 
@@ -111,46 +111,46 @@ def _panel(
 ) -> float:
     """Returns its height."""
     x, y, _ = place
-    colour = AXES[panel.axis]
+    colour = AXIS_COLOURS[panel.axis]
     scene.shapes += [
         Rect(x, y + 1, 16, 16, colour),
         TextMark(x + 26, y + 9, f"{panel.axis} = {panel.ranks}", 20, bold=True),
         TextMark(x, y + 36, panel.where, LABEL, fill=GREY),
     ]
-    if len(nodes) <= FEW:
-        return HEAD + _every_rank(scene, layout, nodes, panel, place)
+    if len(nodes) <= MAX_NODES_IN_DETAIL:
+        return PANEL_TITLE_HEIGHT + _every_rank(scene, layout, nodes, panel, place)
     inside = all(rank in nodes[0] for rank in panel.group)
     if inside:  # every node looks alike
-        return HEAD + _every_rank(scene, layout, nodes[:1], panel, place)
-    return HEAD + _every_node(scene, layout, nodes, panel, place)
+        return PANEL_TITLE_HEIGHT + _every_rank(scene, layout, nodes[:1], panel, place)
+    return PANEL_TITLE_HEIGHT + _every_node(scene, layout, nodes, panel, place)
 
 
 def _every_rank(
     scene: Scene, layout: Layout, nodes: Sequence[range], panel: Panel, place: tuple[float, float, float]
 ) -> float:
-    """Nodes as boxes in a grid; a rank is a cell with its number and its place on the axis."""
+    """Draws nodes as boxes in a grid, and each rank as a cell with its number and its place on the axis."""
     x0, y0, wide = place
     across = len(nodes) if len(nodes) < 3 else 2 if len(nodes) <= 4 else 4
     gpus = max(len(node) for node in nodes)
     per_row = gpus if gpus * across * 30 <= wide else -(-gpus // 2) if gpus <= 16 else 16
-    cell = min(LARGEST, (wide / across - 14) / per_row)
+    cell = min(MAX_CELL, (wide / across - 14) / per_row)
     lines = -(-gpus // per_row)
     box = (wide / across if len(nodes) > 1 else per_row * cell + 14, lines * cell + 34)
     members = set(panel.group)
     for number, node in enumerate(nodes):
-        left, top = x0 + number % across * box[0], y0 + HEAD + number // across * (box[1] + 6)
+        left, top = x0 + number % across * box[0], y0 + PANEL_TITLE_HEIGHT + number // across * (box[1] + 6)
         scene.shapes.append(
             TextMark(left, top + 8, f"node {number}" if len(nodes) > 1 else "any node", SMALL, fill=GREY)
         )
         scene.shapes.append(Frame(left, top + 18, per_row * cell + 6, lines * cell + 6, PALE, 1.5))
         for at, rank in enumerate(node):
             spot = (left + 3 + at % per_row * cell, top + 21 + at // per_row * cell)
-            _rank(scene, layout, rank, panel, spot, cell, rank in members)
+            _rank(scene, layout, rank, panel, spot, cell, outlined=rank in members)
     return -(-len(nodes) // across) * (box[1] + 6)
 
 
 def _rank(
-    scene: Scene, layout: Layout, rank: int, panel: Panel, spot: tuple[float, float], cell: float, outlined: bool
+    scene: Scene, layout: Layout, rank: int, panel: Panel, spot: tuple[float, float], cell: float, *, outlined: bool
 ) -> None:
     x, y = spot
     position = layout.position(panel.axis, rank)
@@ -170,16 +170,16 @@ def _rank(
 def _every_node(
     scene: Scene, layout: Layout, nodes: Sequence[range], panel: Panel, place: tuple[float, float, float]
 ) -> float:
-    """A node is a cell, coloured by its first rank; lines have as many as divide all nodes, if that fits."""
+    """Draws each node as a cell, coloured by its first rank; lines have equally many cells if that fits."""
     x0, y0, wide = place
     high = 250.0
     columns = max(16, next(n for n in range(1, len(nodes) + 1) if (wide / n) * -(-len(nodes) // n) <= high))
     columns = next((n for n in range(columns, 2 * columns) if len(nodes) % n == 0), columns)
-    cell = max(SMALLEST, min(26.0, wide / columns))
+    cell = max(MIN_CELL, min(26.0, wide / columns))
     members = set(panel.group)
     seam = 1.0 if cell > 6 else 0.4
     for number, node in enumerate(nodes):
-        x, y = x0 + number % columns * cell, y0 + HEAD + number // columns * cell
+        x, y = x0 + number % columns * cell, y0 + PANEL_TITLE_HEIGHT + number // columns * cell
         position = layout.position(panel.axis, node[0])
         hint = f"node {number}: ranks {node[0]}-{node[-1]}, {panel.axis} {position}"
         scene.shapes.append(Rect(x, y, cell - seam, cell - seam, hexed(_shade(panel, position)), hint))
@@ -187,16 +187,16 @@ def _every_node(
             scene.shapes.append(Frame(x, y, cell - seam, cell - seam, INK, 2.0 if cell > 8 else 1.4))
     rows = -(-len(nodes) // columns)
     note = f"a cell is a node of {len(nodes[0])}; {columns} nodes a line"
-    scene.shapes.append(TextMark(x0, y0 + HEAD + rows * cell + 14, note, SMALL, fill=GREY))
+    scene.shapes.append(TextMark(x0, y0 + PANEL_TITLE_HEIGHT + rows * cell + 14, note, SMALL, fill=GREY))
     return rows * cell + 26
 
 
 def _shade(panel: Panel, position: int) -> RGB:
-    return mix(rgb(AXES[panel.axis]), (255, 255, 255), LIGHTEST * position / max(1, panel.ranks - 1))
+    return mix(rgb(AXIS_COLOURS[panel.axis]), (255, 255, 255), LIGHTEST_SHADE * position / max(1, panel.ranks - 1))
 
 
 MAX_RANKS = 65_536
-SHOWN = ("tp", "cp", "pp", "dp", "ep", "replicate")  # the fastest first
+SHOWN_AXES = ("tp", "cp", "pp", "dp", "ep", "replicate")  # the fastest first
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class MeshResult(Result):
     def panels(self) -> list[Panel]:
         """The axes of more than one rank."""
         panels = []
-        for axis in SHOWN:
+        for axis in SHOWN_AXES:
             if (ranks := self.layout.size(axis)) > 1:
                 group = self.layout.group(axis, 0)
                 panels.append(Panel(axis, ranks, group, self._where(axis, group)))
@@ -263,7 +263,7 @@ class MeshResult(Result):
 
     def blocks(self) -> Iterator[Block]:
         yield Text(f"{self.layout} on {self.cluster}: {self.layout.world:,} ranks", "bold")
-        rows = [(panel.axis, f"{panel.ranks:,}", panel.where, listed(panel.group)) for panel in self.panels]
+        rows = [(panel.axis, f"{panel.ranks:,}", panel.where, group_text(panel.group)) for panel in self.panels]
         if rows:
             yield Table(["axis", ">ranks", "~where", "~of rank 0"], rows)
         else:

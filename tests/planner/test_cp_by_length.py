@@ -6,14 +6,14 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.planner.context import LengthsResult, lengths
+from fivefold.planner.cp_by_length import LengthsResult, cp_by_length
 from fivefold.planner.plan import plan
 from fivefold.support.errors import UserError
 
 
 @pytest.fixture(scope="module")
 def found() -> LengthsResult:
-    return lengths([4096, 65536], "llama3.2-1b", "4xH100", kernels=["flash2", "peak"])
+    return cp_by_length([4096, 65536], "llama3.2-1b", "4xH100", kernels=["flash2", "peak"])
 
 
 def test_each_length_has_its_best_cp_among_those_that_leave_tokens(found: LengthsResult) -> None:
@@ -39,7 +39,7 @@ def test_a_faster_kernel_makes_a_shorter_step(found: LengthsResult) -> None:
 
 
 def test_without_a_kernel_it_is_what_a_plan_finds() -> None:
-    (row,) = lengths([8192], "llama3.2-1b", "2xH100").rows
+    (row,) = cp_by_length([8192], "llama3.2-1b", "2xH100").rows
     assert row.best is not None
     asked = plan("llama3.2-1b", "2xH100", batch=512, seq=8192, top=1)
     assert row.best.seconds == pytest.approx(asked.options[0].seconds)
@@ -59,4 +59,4 @@ def test_the_command_and_what_it_refuses() -> None:
     assert "did you mean 'flash3'" in refusal("compare cp --lengths 4096 --kernels flash4")
     assert "seq=0" in refusal("compare cp --lengths many")
     with pytest.raises(UserError, match="give one group"):
-        lengths([4096], "llama3.2-1b", "8xH100+8xA100")
+        cp_by_length([4096], "llama3.2-1b", "8xH100+8xA100")
