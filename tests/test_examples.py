@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fivefold as ff
-from fivefold.job.config import EXAMPLES as JOBS
+from fivefold.job.config import EXAMPLES_DIR as JOBS
 from fivefold.job.config import read_job
 from tests.commands import executable, fivefold
 

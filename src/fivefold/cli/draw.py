@@ -107,7 +107,7 @@ def draw(
 def _draw_mesh(
     layout: str, cluster: str, output: Path | None, html: Path | None, as_json: bool, *, timed: bool
 ) -> None:
-    from fivefold.planner.mesh import mesh
+    from fivefold.planner.mesh_picture import mesh
 
     if timed:
         raise UserError(

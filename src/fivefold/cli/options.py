@@ -32,7 +32,7 @@ from fivefold.render.blocks import TEXTS, check_writable
 from fivefold.render.paint import PICTURES
 from fivefold.support.errors import UserError
 from fivefold.support.plugins import find_value, is_plugin, load
-from fivefold.support.progress import shown, silenced
+from fivefold.support.progress import is_shown, silence
 
 DRAWABLE_SUFFIXES = (*PICTURES, *TEXTS)  # of the file of a result that can also be drawn
 PAGE_SUFFIXES = (".html", ".htm")
@@ -156,7 +156,7 @@ def _flowing(text: str) -> str:
 @contextmanager
 def _quiet(*, prints_json: bool) -> Iterator[None]:
     """Nothing is printed but errors and JSON, and no progress is shown."""
-    with silenced(), open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if prints_json else nowhere):
+    with silence(), open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if prints_json else nowhere):
         yield
 
 
@@ -253,4 +253,4 @@ def counting_bar() -> Iterator[Callable[[int, int, str], None]]:
 
 def _bar(*columns: ProgressColumn) -> Progress:
     console = Console(stderr=True, highlight=False)
-    return Progress(*columns, console=console, transient=True, disable=not (console.is_terminal and shown()))
+    return Progress(*columns, console=console, transient=True, disable=not (console.is_terminal and is_shown()))

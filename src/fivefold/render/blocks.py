@@ -18,7 +18,7 @@ from fivefold.render.paint import save, to_svg
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 from fivefold.support.parsing import path_of
-from fivefold.support.progress import shown
+from fivefold.support.progress import is_shown
 
 if TYPE_CHECKING:
     from rich.text import Text as RichText
@@ -295,7 +295,7 @@ def console_of(stderr: bool = False) -> Console:
     columns = os.environ.get("COLUMNS", "")
     unknown = columns.isdigit() and int(columns) < 1  # some shells set 0 where there is no terminal
     width = 80 if unknown else None
-    quiet = stderr and not shown()
+    quiet = stderr and not is_shown()
     return Console(stderr=stderr, highlight=False, soft_wrap=True, width=width, quiet=quiet, force_jupyter=False)
 
 
