@@ -1,11 +1,12 @@
 # make demo    sets up .venv, then trains a small Llama in 3D.
 # make check   lint, types, pure tests and two ranks: what to run while working, in about a minute.
 # make test    lint, types and all tests but the slow ones: what must hold before a change lands.
+# make docs    the documentation as a site, in build/site: open build/site/index.html.
 # make prove   the long proofs; make wheel-test: the package in a clean environment; make cluster-test: runs on two hosts
 #              and on Slurm; make gpu-test: CUDA and NCCL, on one GPU; make extras-test: a server of object storage;
 #              make others-test: other people's training code; make browser-test: the page in a Chromium;
 #              make recipes: the jobs of recipes/, dry-run; make contributing: CONTRIBUTING's recipes, followed;
-#              make soak: random faults, and one loss curve.
+#              make soak: random faults, and one loss curve; make docs-test: the site in a Chromium.
 #              Their last transcripts are kept in proofs/.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,7 +15,7 @@ KEEP := $(BIN)/python tools/keep.py
 unexport PYTHONDONTWRITEBYTECODE # each process would compile all that it imports
 
 .PHONY: demo check test install lint types pure smoke pytest shared waits alone prove cluster-test extras-test others-test browser-test \
-	gpu-test wheel-test recipes contributing soak clean
+	gpu-test wheel-test recipes contributing docs docs-test soak clean
 
 demo: install
 	$(BIN)/fivefold train examples/demo.toml --nproc 8 --fresh
@@ -37,7 +38,7 @@ types: install
 	$(BIN)/mypy
 
 # Tests run with one thread each: OpenMP's threads spin while they wait, and take the cores of other ranks.
-pure smoke shared waits alone prove cluster-test extras-test others-test browser-test gpu-test: export OMP_NUM_THREADS = 1
+pure smoke shared waits alone prove cluster-test extras-test others-test browser-test docs-test gpu-test: export OMP_NUM_THREADS = 1
 
 # The tests of packages that need no torch; tests/conftest.py says which.
 pure: install
@@ -97,10 +98,13 @@ soak: install
 	$(KEEP) soak $(BIN)/python tools/soak.py $(SEEDS) --jobs $(JOBS)
 
 # The page in a real browser. What cannot be installed is said by the tests that are skipped.
+define chromium
+-$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[browser-test]"
+-@test -n "$$CHROMIUM" || command -v chromium chromium-browser > /dev/null || \
+	{ echo "installing Debian's chromium"; apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium; }
+endef
 browser-test: install
-	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[browser-test]"
-	-@test -n "$$CHROMIUM" || command -v chromium chromium-browser > /dev/null || \
-		{ echo "installing Debian's chromium"; apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium; }
+	$(chromium)
 	$(KEEP) browser $(BIN)/python -m pytest -vv --no-header -rs tests/browser
 
 recipes: install
@@ -108,6 +112,20 @@ recipes: install
 
 contributing: install
 	$(KEEP) contributing $(BIN)/python tools/contributing.py
+
+# Every build is read once more for dead links and for what would be loaded from elsewhere.
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m website.check build/site
+
+# The site in a Chromium, from the disk and without a network.
+docs-test: docs
+	$(chromium)
+	$(KEEP) docs $(BIN)/python -m pytest -vv --no-header -rs tests/browser/test_docs.py
+
+.venv/docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	touch $@
 
 # The stamp makes this a no-op until pyproject.toml changes.
 install: .venv/installed

@@ -342,7 +342,8 @@ def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job
 def lies_in_run(file: Path) -> bool:
     """Whether a job file lies in a run's directory, at any depth: then it came with the run, not from its user."""
     for folder in {Path(os.path.abspath(file)).parent, file.resolve().parent}:
-        if "checkpoints" in folder.parts or os.path.lexists(folder / "checkpoints"):
+        here = ("checkpoints", "claim", "progress.json")
+        if "checkpoints" in folder.parts or any(os.path.lexists(folder / name) for name in here):
             return True
         # Further up only what no other directory has: that of a user's projects may well have one of checkpoints.
         above = ("metrics.jsonl", "environment.json")
@@ -369,6 +370,7 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     problems: list[str] = []
     layouts = [change.removeprefix("layout=") for change in changes if change.startswith("layout=")]
     problems += apart(changes, "".join(layouts[-1:]), "layout=")
+    before = {name: _name_in(table, registry) for name, registry in NAMED_SECTIONS.items()}
     for change in [] if problems else changes:
         apply(table, change, problems)
     table = _move_loss_settings(table)
@@ -383,9 +385,14 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
             return None
 
     kinds = {name: kind(name, registry.of, registry.setting) for name, registry in NAMED_SECTIONS.items()}
-    explain(
-        table, SECTION_KEYS | {name: NAMED_SECTIONS[name].keys(its) for name, its in kinds.items() if its}, problems
-    )
+    known = dict[str, list[str]]()
+    for section, registry in NAMED_SECTIONS.items():
+        its, was = kinds[section], before[section]
+        if its and was not in (None, _name_in(table, registry)):
+            _drop_settings_of(was, table[section], registry, its, given)
+        # Of a class that is not here nobody knows the settings.
+        known[section] = registry.keys(its) if its else [*table.get(section, ())]
+    explain(table, SECTION_KEYS | known, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
     kinds["layout"] = kind("layout", _layout_kind, *_SCHEDULES)
     kinds["run"] = kind("run", _run_kind, LISTENERS.setting)
@@ -401,6 +408,23 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     if not sections["run"].name:
         sections["run"] = msgspec.structs.replace(sections["run"], name=name)
     return Job(model=model, **sections)
+
+
+def _name_in(table: Table, registry: Sections[Any]) -> Any:
+    """What a table calls the class of a section; None if it does not say."""
+    section = table.get(registry.section)
+    return section.get(registry.key) if isinstance(section, dict) else None
+
+
+def _drop_settings_of(before: Any, section: Table, registry: Sections[Any], kind: type[Any], given: set[str]) -> None:
+    """Take out of a section what only the class had that it named before a change gave it another one."""
+    keys = registry.keys(kind)
+    dropped = [key for key in section if key not in keys and f"{registry.section}.{key}" not in given]
+    for key in dropped:
+        del section[key]
+    if dropped:
+        settings = ", ".join(f"{registry.section}.{key}" for key in dropped)
+        warnings.warn(Note(f"{settings} of {before} fell away: {section[registry.key]} does not have it"), stacklevel=3)
 
 
 def _move_loss_settings(table: Table) -> Table:
@@ -522,8 +546,17 @@ def job_of(model: str | Path | ModelSpec | Job, changes: Sequence[str] = ()) -> 
     """A job for commands that ask about a model, and the keys that were given: a job file's batch and sequence are, and
     its dtype, where it has one.
 
-    `model` is a preset's name, a config.json or its directory, a job file, or an object; `changes` are KEY=VALUE.
+    `model` is a preset's name, a config.json or its directory, a job file, or an object; `changes` are KEY=VALUE. Its
+    optimizer and loss are checked as for training: what they hold and compute is planned.
     """
+    job, given = _job_of(model, changes)
+    others = {"model", *SECTIONS} - {"optimizer", "loss"}
+    if problems := job.problems(unread=others):
+        raise UserError(problems)
+    return job, given
+
+
+def _job_of(model: str | Path | ModelSpec | Job, changes: Sequence[str]) -> tuple[Job, set[str]]:
     strange = [change for change in changes if "=" not in change]
     if strange:
         example = "write KEY=VALUE, for example model.layers=40"

@@ -82,7 +82,9 @@ def changes(before: Job, now: Job, tokens: tuple[str, str] = ("", "")) -> list[C
 
 
 def flat(table: dict[str, Any]) -> dict[str, Any]:
-    """A section in which the settings of a table have its name before theirs: experts.top_k."""
+    """A section in which the settings of a table have its name before theirs: experts.top_k. Tuples are lists, as files
+    have them: a stored class that nobody imported does not know which it had."""
+    table = {key: [*value] if isinstance(value, tuple) else value for key, value in table.items()}
     inner = (
         (f"{key}.{name}", it) for key, value in table.items() if isinstance(value, dict) for name, it in value.items()
     )

@@ -30,7 +30,9 @@ class TokenPositions:
     samples: Tensor  # [B] global sample index: with the position it keys dropout
     length: int  # of a whole sequence; positions are below it
     documents: Tensor | None = None  # [B, S] attention is within equal numbers; None: one document per sequence
-    row_documents: Tensor | None = None  # [B, length] of whole sequences, on the CPU; if tokens are a slice
+    row_documents: NDArray[np.integer] | None = (
+        None  # [B, length] of whole sequences, on the host; if tokens are a slice
+    )
     real: int | None = None  # so many sequences, the first ones, are real, the rest is padding; None: all are real
 
     @classmethod
@@ -54,7 +56,7 @@ class TokenPositions:
     def host_documents(self) -> NDArray[np.integer] | None:
         """The documents of whole rows, on the host; without `row_documents` they are copied from the device."""
         if self.row_documents is not None:
-            return self.row_documents.numpy()
+            return self.row_documents
         return None if self.documents is None else self.documents.cpu().numpy()
 
 

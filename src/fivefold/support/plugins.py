@@ -348,10 +348,13 @@ def digest() -> str:
     """Of the source of what was imported, so that ranks with other code do not join; empty where nothing was."""
     if not _imported:
         return ""
-    sha256 = hashlib.sha256()
-    for name in sorted(_imported):
-        sha256.update(f"{name} {_source_digest(name.partition(':')[0])}\n".encode())
-    return sha256.hexdigest()[:32]
+    lines = (f"{name} {source}\n" for name, source in digests().items())
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
+
+
+def digests() -> dict[str, str]:
+    """Of the source of each plugin of this process."""
+    return {name: _source_digest(name.partition(":")[0]) for name in imported_plugins()}
 
 
 def _source_digest(module: str) -> str:

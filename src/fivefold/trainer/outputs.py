@@ -40,6 +40,8 @@ class Outputs:
         self.listeners: dict[str, RunListener] = {}  # that have raised nothing
         self.runs = owners(directory) or []
         self.description = {"job.toml": to_toml(job), "environment.json": json.dumps(environment, indent=2) + "\n"}
+        for name in _other_plugins(directory / "environment.json", environment):
+            say(f"the code of {name} is not what it was when this run last started")
         self.traced = TraceFile(directory / "trace.json")
         metrics = directory / METRICS_FILE
         try:
@@ -274,3 +276,12 @@ def chart(values: Sequence[float | None], marks: dict[str, float], width: int = 
         line = "".join(chr(0x2800 + cell) if cell else "╌" if y in dashed else " " for cell in row_cells)
         lines.append(f"{labels.get(y, ''):>6} {'┼' if y in labels else '│'}{line}{dashed.get(y, '')}")
     return lines
+
+
+def _other_plugins(file: Path, environment: Mapping[str, object]) -> list[str]:
+    """Plugins whose source differs from that of the run's start before; what cannot be read of it says nothing."""
+    try:
+        before, now = (json.loads(text)["plugins"] for text in (file.read_text(), json.dumps(environment)))
+        return [name for name, source in now.items() if before.get(name, source) != source]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return []

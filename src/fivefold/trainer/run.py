@@ -48,7 +48,7 @@ from fivefold.render.paint import to_svg
 from fivefold.schedules.text import save
 from fivefold.support.errors import PeerLost, TrainingError, UserError
 from fivefold.support.files import cannot_write, put
-from fivefold.support.plugins import options, plugin_error
+from fivefold.support.plugins import digests, options, plugin_error
 from fivefold.support.text import graphs_text, plural, si
 from fivefold.trainer.checkpointing import Checkpoints
 from fivefold.trainer.directories import JOB_FILE, complete, enter_directory, has_trained, store
@@ -403,6 +403,7 @@ def environment(mesh: Mesh, sources: Splits) -> dict[str, object]:
         "ranks": mesh.world.size,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "data": sources.where,
+        "plugins": digests(),
     }
 
 

@@ -85,6 +85,9 @@ def verify(
     at a time. `repeat` proves each so often, by ranks that stay up: for what happens once in a hundred times.
     `progress` is called with how many layouts are done, of how many, and which one is next.
     """
+    if isinstance(layout, Job):
+        instead = "ff.verify(job.layout, changes, model=job.model), with what else is to be proven as KEY=VALUE changes"
+        raise UserError(f"verify takes a layout, and not a Job: {instead}; ff.curve takes a job", "verify.layout")
     _check_options(layout, everything, world, sample, timeout)
     limits = (("steps", steps, MAX_STEPS), ("seq", seq, MAX_TOKENS), ("batch", batch, SEQUENCES))
     for name, value, limit in (*limits, ("jobs", jobs, 1000), ("repeat", repeat, 100_000)):

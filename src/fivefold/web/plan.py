@@ -16,6 +16,7 @@ from fivefold.planner.plan import option_of, plan
 from fivefold.planner.result import PlanResult, SimulateResult, simulation_figures
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.support.errors import UserError
+from fivefold.web.held import held
 from fivefold.web.question import (
     ASKED,
     Ask,
@@ -71,6 +72,25 @@ def planned(result: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:
         "against": against,
     }
     return page, {"search": result.to_dict(), "why": reasons}
+
+
+def others(result: PlanResult) -> dict[str, Any] | None:
+    """What the report of a plan holds besides: the layouts of the ranking, and those one change away that fit."""
+    software, own = result.workload.software.name, result.explained.layout
+    near = [neighbour.layout for neighbour in result.neighbours if neighbour.slower is not None]
+    answers: dict[str, dict[str, Any]] = {}
+    for layout in dict.fromkeys((*(option.layout for option in result.options), result.chosen.layout, *near)):
+        if layout == own or layout.pp * layout.chunks * layout.microbatches > PASSES:
+            continue
+        option = option_of(result.workload, layout)
+        reasons: dict[str, Any] = {
+            "advice": None,
+            "neighbours": [neighbour.to_dict() for neighbour in neighbours(option)],
+        }
+        reasons["against"] = None if layout == result.chosen.layout else difference(result.chosen, option)
+        page = _page(result.workload, software, layout, [], option)
+        answers[str(layout)] = {"payload": page, "parts": {"why": reasons}}
+    return held(("layout",), answers, str(own)) if answers else None
 
 
 def _page(workload: Workload, software: str, wanted: Layout, wrong: list[str], option: Option | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from fivefold.schedules.simulate import Simulation, dependencies
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import check_range, within
 from fivefold.support.text import did_you_mean
+from fivefold.web.held import held
 from fivefold.web.question import Ask
 
 ASKED = ("pp", "microbatches", "chunks", "times", "slow")
@@ -27,6 +28,7 @@ FINE = 4000  # resolution of a small picture: steps of time in the makespan
 WIDEST = 256  # the most pipeline ranks, and the most chunks of one
 # The most passes and ranks that are drawn while a slider moves; larger schedules are drawn in a process of their own.
 AT_ONCE, NARROW = 1024, 16
+PLAYED = 256  # the most for which a report holds the other schedules, too
 SLIDING = 2048  # the most pipeline ranks x microbatches that the sliders offer
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 COUNTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
@@ -80,6 +82,31 @@ def drawn(result: DrawResult) -> list[tuple[str, dict[str, Any], dict[str, Any]]
         page = _page(own_query, name, schedules, {}) | {"drawn": _drawn(simulation), "refused": None}
         pages.append((name, page, parts))
     return pages
+
+
+def others(result: DrawResult) -> dict[str, Any] | None:
+    """What the report of a single schedule holds besides: the whole catalogue, also with half and twice as many
+    microbatches. None for a schedule of a file, and for a large one."""
+    (simulation,) = result.simulations
+    schedule, asked = simulation.schedule, result.query
+    counts = [m for m in (schedule.m // 2, schedule.m, 2 * schedule.m) if m >= 1 and schedule.p * m <= PLAYED]
+    if asked is None or schedule.name not in CATALOGUE or schedule.m not in counts:
+        return None
+    answers: dict[str, dict[str, Any]] = {}
+    listed = [{"name": info.name, "needs": info.needs, "made": False} for info in CATALOGUE.values()]
+    for m in counts:
+        query = replace(asked, pp=schedule.p, microbatches=m, memory=None, group=None)
+        for name in CATALOGUE:
+            words = {} if m == schedule.m else {"schedule": schedule.name, "microbatches": str(m)}
+            page = _page(query, name, listed, words) | _drawn_or_refused(query, name)
+            answers[f"{name} {m}"] = {"payload": page, "parts": {}}
+        mine = answers[f"{schedule.name} {m}"]
+        if m != schedule.m and mine["payload"]["drawn"]:
+            mine["parts"] = _with_catalogue(query, query.simulate(schedule.name))
+    del answers[own := f"{schedule.name} {schedule.m}"]
+    steps = {"pp": [schedule.p], "microbatches": counts, "chunks": [asked.chunks] if asked.chunks else []}
+    offers = {"schedules": listed, "steps": _steps(replace(asked, pp=schedule.p, microbatches=schedule.m)) | steps}
+    return held(("schedule", "microbatches"), answers, own, offers | {"fixed": True})
 
 
 def stepped(simulation: Simulation, microbatches: int) -> dict[str, Any] | None:
