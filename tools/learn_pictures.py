@@ -7,10 +7,10 @@ its colours follow the reader's, by a style that knows the dark counterpart of e
 
 from pathlib import Path
 
-from fivefold.cost.model_state import OURS
+from fivefold.cost.model_state import FIVEFOLD_ACCOUNTING
 from fivefold.layout.context_split import zigzag_share
 from fivefold.layout.sharding import chunk
-from fivefold.planner.explain import CAUSES
+from fivefold.planner.explain import CAUSE_NAMES
 from fivefold.planner.pictures import TIMES
 from fivefold.planner.plan import simulate
 from fivefold.render.paint import to_svg
@@ -84,7 +84,7 @@ def memory() -> Scene:
     ranks, left, per_byte = 64, 190.0, 36.0
     scene = sheet("Bytes a parameter takes on a rank: bfloat16, AdamW, 64 data-parallel ranks", 300)
     for row, stage in enumerate(range(4)):
-        state = OURS.state(1.0, 1 / ranks, stage, ranks)
+        state = FIVEFOLD_ACCOUNTING.state(1.0, 1 / ranks, stage, ranks)
         y, x = 56 + 44 * row, left
         say(scene, left - 14, y + 15, f"ZeRO {stage}" if stage else "replicated (ZeRO 0)", LABEL, anchor="end")
         for size, colour in zip(state, (BLUE, ORANGE, GREEN), strict=True):
@@ -274,7 +274,7 @@ def choose() -> Scene:
             wide = 13.0 * seconds
             if seconds >= 0.05:
                 scene.shapes.append(Rect(x, y + 18, max(wide - 1, 1), 24, TIMES[cause]))
-                shown[CAUSES[cause]] = TIMES[cause]
+                shown[CAUSE_NAMES[cause]] = TIMES[cause]
             x += wide
         fits = f"{option.footprint.total / 1e9:.1f} GB" + ("" if option.fits else ", does not fit")
         say(scene, x + 8, y + 30, f"{option.seconds:.1f} s", LABEL, bold=True)

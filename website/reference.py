@@ -439,7 +439,7 @@ def _models() -> str:
     heads = ["model", *(f">{name.replace('_', ' ')}" for name in numbers), ">experts"]
     lines = [[code(one.name), *(f"{getattr(one, name):,}" for name in numbers),
               f"{one.experts.top_k} of {one.experts.count}" if one.experts else ""] for one in specs]  # fmt: skip
-    sources = "".join(f"- `{name}*`: {cell(said)}\n" for name, said in presets.SOURCES.items())
+    sources = "".join(f"- `{name}*`: {cell(said)}\n" for name, said in presets.PRESET_SOURCES.items())
     return (
         "# Models\n\nThe built-in models. `fivefold list models NAME` shows what follows from the numbers of one; "
         "a Hugging Face `config.json` works wherever a name does.\n\n"
