@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from contextlib import closing
 from datetime import timedelta
@@ -12,8 +13,9 @@ import torch
 from torch.distributed import TCPStore
 
 from fivefold.launch import heartbeat
+from fivefold.launch.heartbeat import RankSeen
 from fivefold.layout.layout import Layout
-from fivefold.parallel.control import Control, FolderStore, RemoteStore
+from fivefold.parallel.control import Control, FolderStore, RemoteStore, unpacked
 from fivefold.parallel.mesh import Mesh
 from fivefold.support.errors import PeerLost
 from tests.ranks import RankError, run_ranks
@@ -80,6 +82,37 @@ def test_a_silent_rank_is_named_with_its_place(stopped: int) -> None:
         assert text.startswith(f"rank {rank} (dp {rank})")
         assert f"for rank {stopped}, which has not moved for " in text
         assert text.endswith(f"s, and was last seen in the checkpoint of step {stopped}")
+
+
+class SlowStore:
+    """Keeps what was put last, and takes the first value only when it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self.go, self.last = threading.Event(), threading.Event(), b""
+
+    def put(self, key: str, value: bytes) -> None:
+        if not self.begun.is_set():
+            self.begun.set()
+            assert self.go.wait(20)
+        self.last = value
+
+
+def test_a_place_is_not_overwritten_by_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reporter looked up where the rank was; its message is under way when the rank calls from elsewhere."""
+    monkeypatch.setattr(heartbeat, "_hearts", [heartbeat.Heart(memoryview(bytearray(heartbeat._SLOT.size)))])
+    ranks, store = Control(Mesh.of(Layout(), torch.device("cpu")), _TIMEOUT), SlowStore()
+    ranks.store = store  # type: ignore[assignment]
+    reporter = threading.Thread(target=ranks._publish, args=[store])
+    reporter.start()
+    assert store.begun.wait(20)
+    heartbeat.enter("step 7")
+    caller = threading.Thread(target=ranks._call)
+    caller.start()
+    caller.join(0.2)  # it may wait for the reporter, whose message it then replaces
+    store.go.set()
+    for thread in (reporter, caller):
+        thread.join(20)
+    assert unpacked(store.last, RankSeen).place == "step 7"
 
 
 def take_long(rank: int, world: int) -> float:

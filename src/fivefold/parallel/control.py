@@ -203,6 +203,7 @@ class Control:
         self.pause = 0.02 + self.size / 5000  # seconds, at most, between two requests of a wait to the store
         self.place = ""  # the source line that this rank last called from
         self.peers = [StallDetector() for _ in range(self.size)]
+        self.publishing = threading.Lock()
         self.reporter = threading.Thread(target=self._report, name="control", daemon=True)
         if self.size > 1:
             self.name, self.path = who(mesh), f"control-{next(_INSTANCES)}"
@@ -260,18 +261,24 @@ class Control:
     def _call(self) -> int:
         """The number of this call, equal on all ranks; report where this rank calls from, if that is new."""
         self.calls += 1
-        now = RankSeen.here()
-        if now.place != self.place:
-            self.store.put(_at(self.rank), packed(now))
-            self.place = now.place
+        if RankSeen.here().place != self.place:
+            self.place = self._publish(self.store)
         return self.calls
+
+    def _publish(self, store: FolderStore | RemoteStore) -> str:
+        """Tell the others where this rank is. Under a lock: what the other thread looked up before would come after it,
+        and a rank that stops then would be looked for where it no longer was."""
+        with self.publishing:
+            now = RankSeen.here()
+            store.put(_at(self.rank), packed(now))
+        return now.place
 
     def _report(self) -> None:
         """The background thread: report periodically where this rank is, until the store is gone."""
         with suppress(RuntimeError, OSError):
             store = kv_store(self.path)
             while not self.closed.is_set():
-                store.put(_at(self.rank), packed(RankSeen.here()))
+                self._publish(store)
                 self.closed.wait(self.report_every)
 
     def _wait(self, keys: dict[int, str]) -> None:
