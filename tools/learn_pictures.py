@@ -39,7 +39,7 @@ from fivefold.render.scene import (
     rgb,
     text_on,
 )
-from fivefold.schedules.palette import HUES, NAMES, colour_of
+from fivefold.schedules.palette import KIND_COLOURS, KIND_NAMES, colour_of
 from fivefold.schedules.result import draw
 
 ROOT = Path(__file__).parent.parent
@@ -307,7 +307,7 @@ def pipeline() -> Scene:
             for span in simulation.drawn(rank):
                 action, x, wide = span.action, left + span.start * scale, (span.end - span.start) * scale - 1
                 colour = colour_of(simulation.schedule, action)
-                kinds.setdefault(NAMES[action.kind], hexed(HUES[action.kind]))
+                kinds.setdefault(KIND_NAMES[action.kind], hexed(KIND_COLOURS[action.kind]))
                 scene.shapes.append(Rect(x, y, wide, high - 1, hexed(colour)))
                 text = TextMark(x + wide / 2, y + high / 2, str(action.microbatch), 11, "middle", text_on(colour))
                 scene.shapes.append(text)
