@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.plugin_calls import Wanted, ask, shown
+from fivefold.support.plugin_calls import Wanted, ask, value_text
 from fivefold.support.plugin_settings import class_shortcomings
-from fivefold.support.plugins import untrusted
+from fivefold.support.plugins import untrusted_problem
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,8 @@ _METHODS = {
 
 
 _SUMS = Wanted(
-    "a whole number of sums, 0 or more", lambda result: "" if type(result) is int and result >= 0 else shown(result)
+    "a whole number of sums, 0 or more",
+    lambda result: "" if type(result) is int and result >= 0 else value_text(result),
 )
 
 
@@ -111,4 +112,4 @@ class UnknownLoss(Loss, frozen=True, kw_only=True):
     """One that a stored job names, and whose module nobody has imported here: its settings, and no rule."""
 
     def problems(self) -> Iterator[Problem]:
-        yield untrusted("loss.name", self.name)
+        yield untrusted_problem("loss.name", self.name)
