@@ -482,14 +482,14 @@ def test_a_module_that_writes_into_its_input_is_named_where_autograd_finds_it(ma
     logits = Decoder(job.model)(tokens, TokenPositions.of(tokens))
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
         logits.sum().backward()
-    found = plugins.blamed(raised.value)
+    found = plugins.plugin_error(raised.value)
     assert found is not None
     assert "the backward pass of a model of these blocks raised RuntimeError: one of" in said(found, "plugin.raised")
     plugins._imported.clear()
-    assert plugins.blamed(raised.value) is None
+    assert plugins.plugin_error(raised.value) is None
     del sys.modules["mine"]
     made("optimizer")
-    assert plugins.blamed(raised.value) is None  # which has no blocks
+    assert plugins.plugin_error(raised.value) is None  # which has no blocks
 
 
 @pytest.mark.parametrize("read", ["y.relu().detach()", *slow(["y.relu()"])])
