@@ -19,6 +19,7 @@ from tests import commands as real
 
 ELSEWHERE = {
     "README.md": "tests/test_readme.py",
+    "docs/tour.md": "tests/test_readme.py",
     "docs/guide.md": "tests/test_guide.py",
     "docs/others.md": "tests/foreign/test_from_the_shell.py",
     "docs/plugins.md": "tests/plugins",  # with the packages of examples/plugins
