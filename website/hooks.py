@@ -128,11 +128,15 @@ def _linked(texts: dict[str, str]) -> dict[str, str]:
 
 def _show(path: str, shown: dict[str, str]) -> None:
     file = ROOT / path
+    if path in OUTSIDE:
+        return
     if file.is_dir():
         inside = sorted(one for one in file.iterdir() if not one.name.startswith((".", "__")) and _shows(one))
         for one in inside:
             _show(f"{path}/{one.name}", shown)
-        names = "".join(f"- [{one.name}]({one.name}{'/index' if one.is_dir() else ''}.md)\n" for one in inside)
+        here = posixpath.dirname(site_path(path))
+        there = [posixpath.relpath(site_path(f"{path}/{one.name}"), here) for one in inside]
+        names = "".join(f"- [{one.name}]({place})\n" for one, place in zip(inside, there, strict=True))
         shown[site_path(path)] = f"{UNSOUGHT}# {path}\n\n{names}"
     elif file.suffix == ".ipynb":
         _origin[site_path(path)] = path  # whose links are those of its cells
