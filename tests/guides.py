@@ -5,8 +5,12 @@
 Spaces between columns do not count.
 """
 
+import importlib
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,3 +54,15 @@ def large(command: str) -> bool:
     quotes one of them, and tests/test_readme.py runs it."""
     nodes = re.search(r"--cluster (\d+)x8xH100", command)
     return nodes is not None and int(nodes[1]) >= 8 and "--fix" not in command
+
+
+@contextmanager
+def searched_once() -> Iterator[None]:
+    """A space that several commands search, to show the best beside a layout of one's own, is computed once."""
+    wishes: dict[str, object] = {}
+    module = importlib.import_module("fivefold.planner.search")
+    space = vars(module)["space"]
+    with pytest.MonkeyPatch.context() as patch:
+        found = cache(lambda told: space(wishes[told]))
+        patch.setattr(module, "space", lambda wish: (wishes.setdefault(repr(wish), wish), found(repr(wish)))[1])
+        yield

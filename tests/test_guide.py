@@ -2,15 +2,13 @@
 
 And what the page of clusters says was run is what the last transcript says."""
 
-import importlib
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.guides import large, printed, quoted
+from tests.guides import large, printed, quoted, searched_once
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,14 +17,8 @@ LINES = quoted(ROOT / "docs" / "guide.md") | quoted(ROOT / "docs" / "start.md")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def searched_once() -> Iterator[None]:
-    """A space that several commands search, to show the best beside a layout of one's own, is computed once."""
-    wishes: dict[str, object] = {}
-    module = importlib.import_module("fivefold.planner.search")
-    space = vars(module)["space"]
-    with pytest.MonkeyPatch.context() as patch:
-        found = cache(lambda told: space(wishes[told]))
-        patch.setattr(module, "space", lambda wish: (wishes.setdefault(repr(wish), wish), found(repr(wish)))[1])
+def once() -> Iterator[None]:
+    with searched_once():
         yield
 
 

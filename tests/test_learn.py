@@ -6,6 +6,7 @@ above it, its pictures are those that tools/learn_pictures.py draws, and its lab
 
 import re
 import shlex
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from fivefold.labs.catalogue import LABS
 from fivefold.planner.plan import simulate
 from fivefold.render.scene import Scene, TextMark, text_width
 from tests.commands import fivefold
-from tests.guides import large, printed, quoted, words
+from tests.guides import printed, quoted, searched_once, words
 from tests.labs.mistakes import MISTAKES
 
 ROOT = Path(__file__).parents[1]
@@ -31,9 +32,15 @@ WIDTH = 80  # of the terminal whose output is quoted
 MEASURED = re.compile(r"\S*e-\d+\b|\bin \d+\.\d s on \d+ ranks|\d+\.\d s\b")  # other digits on another machine
 
 
+@pytest.fixture(scope="module", autouse=True)
+def once() -> Iterator[None]:
+    with searched_once():
+        yield
+
+
 def costly(command: str) -> bool:
     """What starts ranks or searches the layouts of several nodes."""
-    return command.startswith(("verify ", "dryrun ", "accuracy")) or "x8xH100" in command or large(command)
+    return command.startswith(("verify ", "dryrun ", "accuracy")) or "x8xH100" in command
 
 
 def stable(line: str) -> str:

@@ -39,6 +39,7 @@ from fivefold.render.scene import (
     rgb,
     text_on,
 )
+from fivefold.schedules.palette import KIND_COLOURS, KIND_NAMES, colour_of
 from fivefold.schedules.result import draw
 
 ROOT = Path(__file__).parent.parent
@@ -286,9 +287,35 @@ def choose() -> Scene:
     return scene
 
 
-def pipeline() -> str:
-    """Three schedules on one time scale."""
-    return draw("1f1b", "zb-h1", "zb-v", pp=4, microbatches=8).svg()
+def pipeline() -> Scene:
+    """Schedules on one time scale: who computes which microbatch when."""
+    names, p, m = ("1f1b", "interleaved", "zb-h1", "zb-v"), 4, 8
+    simulations = draw(*names, pp=p, microbatches=m).simulations
+    longest = max(simulation.makespan for simulation in simulations)
+    scale, left, high = (WIDE - 80 - EDGE) / longest, 80.0, 22.0
+    scene = sheet("Four ranks, eight microbatches: who computes which microbatch when", 548)
+    kinds: dict[str, str] = {}
+    for at, simulation in enumerate(simulations):
+        top = 58 + 116 * at
+        figures = f"{simulation.makespan:g} long, bubble {simulation.bubble_makespan:.1%}"
+        say(scene, EDGE, top, simulation.schedule.name, LABEL, bold=True)
+        say(scene, 150, top, figures, fill=GREY)
+        for rank in range(p):
+            y = top + 14 + high * rank
+            say(scene, EDGE, y + high / 2, f"rank {rank}")
+            scene.shapes.append(Rect(left, y, simulation.makespan * scale, high - 1, FAINT))
+            for span in simulation.drawn(rank):
+                action, x, wide = span.action, left + span.start * scale, (span.end - span.start) * scale - 1
+                colour = colour_of(simulation.schedule, action)
+                kinds.setdefault(KIND_NAMES[action.kind], hexed(KIND_COLOURS[action.kind]))
+                scene.shapes.append(Rect(x, y, wide, high - 1, hexed(colour)))
+                text = TextMark(x + wide / 2, y + high / 2, str(action.microbatch), 11, "middle", text_on(colour))
+                scene.shapes.append(text)
+    for x, (name, fill) in zip((left, 200, 330, 490), kinds.items(), strict=True):
+        scene.shapes.append(Rect(x, 524, 14, 14, fill))
+        say(scene, x + 22, 531, name)
+    say(scene, 680, 531, "lighter: a later stage of the rank", fill=GREY)
+    return scene
 
 
 SCENES = {
@@ -297,6 +324,7 @@ SCENES = {
     "data-parallel": data_parallel,
     "tensor": tensor,
     "sequence": sequence,
+    "pipeline": pipeline,
     "context": context,
     "experts": experts,
     "choose": choose,
@@ -305,7 +333,7 @@ SCENES = {
 
 def pictures() -> dict[Path, str]:
     """By file."""
-    drawn = {name: to_svg(scene()) for name, scene in SCENES.items()} | {"pipeline": pipeline()}
+    drawn = {name: to_svg(scene()) for name, scene in SCENES.items()}
     return {ROOT / f"docs/pictures/learn-{name}.svg": adaptive(svg) for name, svg in drawn.items()}
 
 
