@@ -1,4 +1,4 @@
-"""Every line that the guide quotes is printed by the command above it; spaces between columns do not count.
+"""Every line that the guide and the first page quote is printed by the command above it, but for spaces.
 
 And what the page of clusters says was run is what the last transcript says."""
 
@@ -13,7 +13,7 @@ from tests.guides import large, printed, quoted, searched_once
 ROOT = Path(__file__).parents[1]
 
 
-LINES = quoted(ROOT / "docs" / "guide.md")
+LINES = quoted(ROOT / "docs" / "guide.md") | quoted(ROOT / "docs" / "start.md")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,10 +7,10 @@ its colours follow the reader's, by a style that knows the dark counterpart of e
 
 from pathlib import Path
 
-from fivefold.cost.model_state import OURS
+from fivefold.cost.model_state import FIVEFOLD_ACCOUNTING
 from fivefold.layout.context_split import zigzag_share
 from fivefold.layout.sharding import chunk
-from fivefold.planner.explain import CAUSES
+from fivefold.planner.explain import CAUSE_NAMES
 from fivefold.planner.pictures import TIMES
 from fivefold.planner.plan import simulate
 from fivefold.render.paint import to_svg
@@ -39,7 +39,7 @@ from fivefold.render.scene import (
     rgb,
     text_on,
 )
-from fivefold.schedules.palette import HUES, NAMES, colour_of
+from fivefold.schedules.palette import KIND_COLOURS, KIND_NAMES, colour_of
 from fivefold.schedules.result import draw
 
 ROOT = Path(__file__).parent.parent
@@ -85,7 +85,7 @@ def memory() -> Scene:
     ranks, left, per_byte = 64, 190.0, 36.0
     scene = sheet("Bytes a parameter takes on a rank: bfloat16, AdamW, 64 data-parallel ranks", 300)
     for row, stage in enumerate(range(4)):
-        state = OURS.state(1.0, 1 / ranks, stage, ranks)
+        state = FIVEFOLD_ACCOUNTING.state(1.0, 1 / ranks, stage, ranks)
         y, x = 56 + 44 * row, left
         say(scene, left - 14, y + 15, f"ZeRO {stage}" if stage else "replicated (ZeRO 0)", LABEL, anchor="end")
         for size, colour in zip(state, (BLUE, ORANGE, GREEN), strict=True):
@@ -275,7 +275,7 @@ def choose() -> Scene:
             wide = 13.0 * seconds
             if seconds >= 0.05:
                 scene.shapes.append(Rect(x, y + 18, max(wide - 1, 1), 24, TIMES[cause]))
-                shown[CAUSES[cause]] = TIMES[cause]
+                shown[CAUSE_NAMES[cause]] = TIMES[cause]
             x += wide
         fits = f"{option.footprint.total / 1e9:.1f} GB" + ("" if option.fits else ", does not fit")
         say(scene, x + 8, y + 30, f"{option.seconds:.1f} s", LABEL, bold=True)
@@ -307,12 +307,12 @@ def pipeline() -> Scene:
             for span in simulation.drawn(rank):
                 action, x, wide = span.action, left + span.start * scale, (span.end - span.start) * scale - 1
                 colour = colour_of(simulation.schedule, action)
-                kinds.setdefault(NAMES[action.kind], hexed(HUES[action.kind]))
+                kinds.setdefault(KIND_NAMES[action.kind], hexed(KIND_COLOURS[action.kind]))
                 scene.shapes.append(Rect(x, y, wide, high - 1, hexed(colour)))
                 text = TextMark(x + wide / 2, y + high / 2, str(action.microbatch), 11, "middle", text_on(colour))
                 scene.shapes.append(text)
-    for x, (name, colour) in zip((left, 200, 330, 490), kinds.items(), strict=True):
-        scene.shapes.append(Rect(x, 524, 14, 14, colour))
+    for x, (name, hue) in zip((left, 200, 330, 490), kinds.items(), strict=True):
+        scene.shapes.append(Rect(x, 524, 14, 14, hue))
         say(scene, x + 22, 531, name)
     say(scene, 680, 531, "lighter: a later stage of the rank", fill=GREY)
     return scene

@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeVar
 from msgspec import Struct, structs
 
 from fivefold.accuracy.sources import Source, guessed, known, usual
-from fivefold.cost.moe import IMBALANCE, block_share, collapsed
+from fivefold.cost.moe import IMBALANCE, block_share, collapsed_imbalance
 from fivefold.cost.software import FUSED_EXPERTS, ExpertKernels, Overlap
 from fivefold.hardware.accelerators import Accelerator
-from fivefold.layout.axes import PLACED
+from fivefold.layout.axes import PLACEMENT_ORDER
 from fivefold.layout.layout import Layout, Recompute
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.spec.blocks import Experts
@@ -69,8 +69,8 @@ def described(path: Path) -> Source | None:
         raise UserError(f"{path}: {error}", "accuracy.data.setting") from None
     problems: list[str] = []
     source = _changed(structs.replace(base, why=f"{path.name}, from {system or START!r}"), table, "", problems)
-    if not set(source.stack.order) <= set(PLACED) or len(set(source.stack.order)) < len(source.stack.order):
-        problems.append(f"stack.order={list(source.stack.order)} is not an order of {', '.join(PLACED)}")
+    if not set(source.stack.order) <= set(PLACEMENT_ORDER) or len(set(source.stack.order)) < len(source.stack.order):
+        problems.append(f"stack.order={list(source.stack.order)} is not an order of {', '.join(PLACEMENT_ORDER)}")
     if problems:
         raise UserError(f"{path}: {'; '.join(problems)}", "accuracy.data.setting")
     return source
@@ -305,7 +305,7 @@ def imbalance_of(row: MixtureValues, spec: ModelSpec, layout: Layout) -> float:
     if spec.experts is None or "real routing" not in notes:
         return 1.0
     loss = re.search(r"aux loss (\d[\d.e-]*\d|\d)", notes)
-    return collapsed(spec.experts, layout.ep) if loss and float(loss.group(1)) < WEAK else IMBALANCE
+    return collapsed_imbalance(spec.experts, layout.ep) if loss and float(loss.group(1)) < WEAK else IMBALANCE
 
 
 def kernels_of(row: MixtureValues, default: ExpertKernels) -> ExpertKernels:

@@ -16,7 +16,7 @@ from fivefold.accuracy.result import Progress, steps
 from fivefold.accuracy.score import SweepChoice, choices, evaluate
 from fivefold.accuracy.spelling import is_mixture
 from fivefold.layout.layout import Layout
-from fivefold.planner.closed import RECOMPUTES
+from fivefold.planner.closed_forms import RECOMPUTES
 from fivefold.render.blocks import Block, Result, Table, Text
 
 NOISE = 0.03  # a regret below it is within the noise of measured runs

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fivefold.cli.completion import models
 from fivefold.cli.draw import Chunks, Group, Memory, Overlap, Sends, Slow, TimesText
 from fivefold.cli.options import Batch, Json, ModelWords, Output, Seq, Software, command
 from fivefold.cli.renamed import ExplainsUnknown
@@ -12,7 +13,7 @@ from fivefold.support.errors import UserError
 from fivefold.support.text import whole_number
 
 if TYPE_CHECKING:
-    from fivefold.planner.context import LengthsResult
+    from fivefold.planner.cp_by_length import LengthsResult
 
 SHORT = "Compare ZeRO stages, kinds of cp, schedules.  [dim]fivefold compare schedules --pp 8 --microbatches 32[/]"
 app = typer.Typer(
@@ -22,7 +23,9 @@ app = typer.Typer(
 
 @command(app, "zero", "Bytes by ZeRO stage.  [dim]fivefold compare zero 7.5e9 --ranks 64[/]", TEXTS)
 def zero(
-    model: Annotated[str, typer.Argument(help="A model's name, or a number of parameters: 7.5e9.")],
+    model: Annotated[
+        str, typer.Argument(help="A model's name, or a number of parameters: 7.5e9.", autocompletion=models)
+    ],
     ranks: Annotated[int, typer.Option(help="Ranks to shard over (dp x cp).")] = 64,
     output: Output = None,
     as_json: Json = False,
@@ -38,7 +41,7 @@ def zero(
 
       fivefold compare zero llama3-8b --ranks 8
     """
-    from fivefold.planner.textbook import zero
+    from fivefold.planner.textbook_formulas import zero
 
     show(zero(model, ranks), as_json, output)
 
@@ -101,7 +104,7 @@ def cp(
 
       fivefold compare cp --lengths 131072 --kernels flash2,flash3,peak
     """
-    from fivefold.planner import context as compare
+    from fivefold.planner.compare_cp import compare_cp
 
     if lengths:
         of_one_layer = {"--seq": seq, "--cp": ranks, "--tp": tp, "--heads": heads, "--kv-heads": kv_heads}
@@ -119,7 +122,7 @@ def cp(
         )
     if kernels:
         raise UserError(f"--kernels {kernels} belongs to --lengths; give both", "option.conflict")
-    result = compare.context(
+    result = compare_cp(
         seq, ranks, model=model, heads=heads, kv_heads=kv_heads, head_dim=head_dim, tp=tp,
         cluster=cluster or "16x8xH100", software=software,
     )  # fmt: skip
@@ -128,11 +131,11 @@ def cp(
 
 def _whole_steps(lengths: str, model: str, cluster: str, kernels: str, software: str) -> "LengthsResult":
     """The result of --lengths."""
-    from fivefold.planner.context import lengths as whole_steps
+    from fivefold.planner.cp_by_length import cp_by_length
 
     numbers = [whole_number(word) or 0 for word in lengths.split(",")]
     names = [name for word in kernels.split(",") if (name := word.strip())]
-    return whole_steps(numbers, model, cluster, kernels=names, software=software)
+    return cp_by_length(numbers, model, cluster, kernels=names, software=software)
 
 
 _MixedCluster = Annotated[
