@@ -311,8 +311,8 @@ def pipeline() -> Scene:
                 scene.shapes.append(Rect(x, y, wide, high - 1, hexed(colour)))
                 text = TextMark(x + wide / 2, y + high / 2, str(action.microbatch), 11, "middle", text_on(colour))
                 scene.shapes.append(text)
-    for x, (name, hue) in zip((left, 200, 330, 490), kinds.items(), strict=True):
-        scene.shapes.append(Rect(x, 524, 14, 14, hue))
+    for x, (name, fill) in zip((left, 200, 330, 490), kinds.items(), strict=True):
+        scene.shapes.append(Rect(x, 524, 14, 14, fill))
         say(scene, x + 22, 531, name)
     say(scene, 680, 531, "lighter: a later stage of the rank", fill=GREY)
     return scene

@@ -11,8 +11,8 @@ from website.check import main, problems
 
 import fivefold as ff
 from fivefold.hardware.accelerators import ACCELERATORS
-from fivefold.job.config import KEYS, Job
-from fivefold.job.table import TAG
+from fivefold.job.config import SECTION_KEYS, Job
+from fivefold.job.table import KIND_KEY
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.spec.presets import PRESETS
 from website import reference
@@ -55,9 +55,9 @@ def test_a_signature_is_that_of_the_function() -> None:
 
 def test_every_setting_is_listed_with_its_default_and_comment() -> None:
     text = page("settings")
-    for section, keys in KEYS.items():
+    for section, keys in SECTION_KEYS.items():
         for key in keys:
-            alone = key == TAG and section != "model.rope_scaling"  # a table of which there is one kind
+            alone = key == KIND_KEY and section != "model.rope_scaling"  # a table of which there is one kind
             assert alone or f"<code>{section}.{key}</code>" in text, key
     assert {field.name for field in msgspec.structs.fields(Job)} == set(re.findall(r"^## (\w+)$", text, re.M))
     row = re.search(r"^\| <code>checkpoint.every</code> .*$", text, re.M)

@@ -160,7 +160,7 @@ def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
 def _causes(lab: Lab, proof: LayoutProof) -> list[str]:
     """Why gradients differ, in the words of the lab, or in general ones."""
     causes = [_hinted(lab, cause.text, cause.likely) for cause in proof.causes if not cause.text.startswith(_VAGUE)]
-    return causes[:_SHOWN] or [str(deviation) for deviation in proof.failed[:_SHOWN]]
+    return causes[:_SHOWN] or [_hinted(lab, str(deviation)) for deviation in proof.failed[:_SHOWN]]
 
 
 _VAGUE = ("before they are reduced", "forward:")  # of verify, where the frameworks' own modules are looked into

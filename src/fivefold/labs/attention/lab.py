@@ -42,6 +42,7 @@ LAB = Lab(
             (MIXED, "differs"),
             "look at the mask, at the scale 1/sqrt(head width), and at which kv head each query head uses",
         ),
+        Hint(("is in __init__",), "`dist.new_group` is called by all ranks, for all groups and in the same order"),
         Hint(
             ("attention.k", "no one factor"),
             "only the ranks that share a kv head have parts of its gradient: sum over these, and not over all ranks",
