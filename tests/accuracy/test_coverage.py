@@ -24,7 +24,7 @@ def mine(tmp_path: Path) -> Path:
 
 def test_one_s_own_runs_are_held_against_the_ranges_of_plans(mine: Path) -> None:
     found = coverage(mine)
-    assert found.own
+    assert found.own_runs
     assert found.bands == bands()
     rows = {"nemo_performance_pages": 7, "nemo_performance_pages, experts": 2, "torchtitan": 21}
     assert {one.source: one.rows for one in found.time} == rows
@@ -34,7 +34,7 @@ def test_one_s_own_runs_are_held_against_the_ranges_of_plans(mine: Path) -> None
     assert shown["share"] == SHARE
     assert shown["mean"] == found.mean
     assert "that plans print" in str(found)
-    with pytest.raises(UserError, match="leave --data out"):
+    with pytest.raises(UserError, match="remove --data"):
         found.write()
 
 
