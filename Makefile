@@ -86,9 +86,9 @@ others-test: install
 	$(KEEP) others $(BIN)/python -m pytest -vv --no-header -rs --durations=20 -m "extras or slow" tests/foreign
 
 # What CUDA and NCCL prove, on one GPU that ranks share: under ten minutes on an H200 with 16 cores. -rP
-# shows what tests print: seconds, and who was named.
+# shows what tests print: seconds, and who was named; PyTorch logs much beside it.
 gpu-test: install
-	$(KEEP) gpu $(BIN)/python -m pytest -n 7 -vv -rP --no-header --durations=15 tests/gpu
+	$(KEEP) gpu $(BIN)/python -m pytest -n 9 -vv -rP -p no:logging --no-header --durations=15 tests/gpu
 
 # Random faults against small runs, from seeds: make soak SEEDS=1-100 JOBS=4
 SEEDS ?= 1-5

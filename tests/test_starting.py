@@ -6,7 +6,8 @@ import pytest
 
 from tests.test_api import STARTING, run_examples
 
-LONG = {"check_certificate", "curve", "doctor"}
+# Others run the same: examples/verify.py, tests/foreign.
+LONG = {"check_certificate", "curve", "doctor", "verify", "verify_adapter"}
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,18 @@ def repeated(then: Certificate, now: Certificate) -> RepeatedCertificate:
     return RepeatedCertificate(json.loads(json.dumps(then.to_dict())), now)
 
 
+@pytest.mark.parametrize(
+    ("imported", "named"),
+    [
+        ({"accelerate": "1", "transformers": "5"}, "transformers 5"),
+        ({"megatron-core": "0.16", "transformers": "5"}, "megatron-core 0.16"),
+        ({}, "torch 2.13.0"),
+    ],
+)
+def test_the_headline_names_the_framework_and_not_what_it_imports(imported: dict[str, str], named: str) -> None:
+    assert certificate(versions={"torch": "2.13.0"} | imported).framework == named
+
+
 # ---- what a stranger's certificate may not do -----------------------------------------------------------------------
 
 

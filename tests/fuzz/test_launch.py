@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -256,17 +257,24 @@ def test_any_text_in_any_place(folder: Path, case: Case) -> None:
 
 
 ODD = [piece for piece in PIECES if len(piece) < 100]
+
+
+def some(pieces: list[str]) -> list[Any]:
+    """Every third of them in `make test`, all in `make prove`."""
+    return [pytest.param(piece, marks=[pytest.mark.slow] * (at % 3 > 0)) for at, piece in enumerate(pieces)]
+
+
 ENDS = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029]")  # which stay out of scripts, and are in manifests as escapes
 
 
-@pytest.mark.parametrize("piece", ODD)
+@pytest.mark.parametrize("piece", some(ODD))
 def test_each_odd_text_as_a_setting(folder: Path, piece: str) -> None:
     half = any("\ud800" <= letter <= "\udfff" for letter in piece)
     case = Case("job.toml", {}, [f"model.name=a{piece}b"], {}, "out")
     assert judge(case, folder) == (0 if half else 2 if ENDS.search(piece) else 5)
 
 
-@pytest.mark.parametrize("piece", ODD)
+@pytest.mark.parametrize("piece", some(ODD))
 def test_each_odd_text_in_a_job_file(folder: Path, piece: str) -> None:
     texts = dict.fromkeys(["model.name", "data.path", "run.dir"], f"{piece}b")
     written = judge(Case("job.toml", texts, [], {}, "out"), folder)

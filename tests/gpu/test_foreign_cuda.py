@@ -3,6 +3,7 @@
 import pytest
 
 from fivefold.foreign.verify import verify_adapter
+from fivefold.support.errors import UserError
 from tests.gpu.nccl import needs_a_gpu
 
 pytestmark = needs_a_gpu
@@ -13,14 +14,17 @@ LAYOUTS = {
     "megatron": ["dp=2", "tp=2,sp", "pp=2", "dp=2,zero1,overlap"],
     "megatron:experts": ["dp=2,ep=2", "tp=2,sp"],
 }
-PACKAGES = {"huggingface": "transformers", "torchtitan": "torchtitan", "megatron": "megatron.core"}
 
 
 @pytest.mark.parametrize("adapter", LAYOUTS)
 def test_an_adapter_that_ships_is_one_process_on_cuda(adapter: str) -> None:
-    if package := PACKAGES.get(adapter.partition(":")[0]):
-        pytest.importorskip(package)
-    certificate = verify_adapter(adapter, LAYOUTS[adapter], device="cuda", timeout=240)
+    try:
+        certificate = verify_adapter(adapter, LAYOUTS[adapter], device="cuda", timeout=240)
+    except UserError as error:
+        missing = error.codes == ["adapter.package"]  # a package, or one that it imports
+        if not missing and "raised ImportError: cannot import name" not in str(error):  # from an older PyTorch
+            raise
+        pytest.skip(str(error))
     print(certificate)
     assert certificate.device == "cuda"
     assert certificate.ok, certificate

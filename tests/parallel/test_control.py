@@ -98,7 +98,7 @@ class SlowStore:
 
 
 def test_a_place_is_not_overwritten_by_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reporter has looked up where the rank was, and its message is under way when the rank calls from elsewhere."""
+    """The reporter looked up where the rank was; its message is under way when the rank calls from elsewhere."""
     monkeypatch.setattr(heartbeat, "_hearts", [heartbeat.Heart(memoryview(bytearray(heartbeat._SLOT.size)))])
     ranks, store = Control(Mesh.of(Layout(), torch.device("cpu")), _TIMEOUT), SlowStore()
     ranks.store = store  # type: ignore[assignment]

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,20 +165,28 @@ def test_unlike_nodes_get_unlike_stages() -> None:
     assert first > last
 
 
+FIXED = {"recompute": "none", "microbatches": 1}
 TOLD = r"fits nowhere on RTX4090 .* needs \d+\.\d GB a GPU .* it fits on 2xRTX4090"
 
 
-def test_what_is_proposed_where_nothing_fits_fits() -> None:
+@pytest.mark.parametrize(
+    ("model", "cluster", "seq", "fixed", "told", "fits_on", "fits_with"),
+    [
+        ("llama3.2-1b", "RTX4090", 8192, {}, TOLD, "2xRTX4090", 8192),
+        ("qwen3-0.6b", "RTX4090", 8192, FIXED, "it fits without fixed recompute=none", "RTX4090", 8192),
+        pytest.param(
+            *("llama3-8b", "8xRTX4090", 131072, {}, "with --seq 16384 or on 2x8xRTX4090", "8xRTX4090", 16384),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_is_proposed_where_nothing_fits_fits(
+    model: str, cluster: str, seq: int, fixed: dict[str, Any], told: str, fits_on: str, fits_with: int
+) -> None:
     """The fewest GPUs, shorter sequences, or other choices; each is searched again, as a user would."""
-    small, long = {"recompute": "none", "microbatches": 1}, 131072
-    for (model, cluster, seq, fixed), told, (there, length) in (
-        (("llama3.2-1b", "RTX4090", 8192, {}), TOLD, ("2xRTX4090", 8192)),
-        (("llama3-8b", "8xRTX4090", long, {}), "with --seq 16384 or on 2x8xRTX4090", ("8xRTX4090", 16384)),
-        (("qwen3-0.6b", "RTX4090", 8192, small), "it fits without fixed recompute=none", ("RTX4090", 8192)),
-    ):
-        with pytest.raises(UserError, match=told):
-            search(query(model, cluster, 8, seq), **fixed)
-        assert search(query(model, there, 8, length)).best.fits
+    with pytest.raises(UserError, match=told):
+        search(query(model, cluster, 8, seq), **fixed)
+    assert search(query(model, fits_on, 8, fits_with)).best.fits
 
 
 def test_neighbours_say_why_they_lose(seventy: Ranking) -> None:

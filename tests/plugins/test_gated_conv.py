@@ -149,6 +149,7 @@ def test_it_generates_the_same_text_in_every_layout(conv: Path, tmp_path: Path) 
     assert generated("dp=1") == generated("tp=2") == wanted[4:]
 
 
+@pytest.mark.slow  # test_lion.py and test_mixture.py have the like
 def test_a_run_goes_on_in_another_layout_with_the_same_curve(
     conv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

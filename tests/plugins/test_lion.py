@@ -87,10 +87,9 @@ def test_a_run_goes_on_in_another_layout_with_the_same_curve(
     assert resumed.losses == pytest.approx(whole, abs=1e-10)
 
     # To another process the name is one of a file, and its user has to say that it may be imported.
-    for words in (["runs/lion"], ["runs/lion/job.toml"]):
-        done = fivefold("train", *words, "train.steps=5", cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert f"If you trust it: --plugin {NAME}" in done.stderr
+    done = fivefold("train", "runs/lion/job.toml", "train.steps=5", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"If you trust it: --plugin {NAME}" in done.stderr
     at = {"PYTHONPATH": str(lion)}
     (tmp_path / "fivefold_lion.py").write_text((lion / "fivefold_lion.py").read_text())  # a command looks here, too
     done = fivefold("train", "runs/lion", "train.steps=5", "--plugin", NAME, "layout=dp=2,zero=3", "--nproc", "2",
@@ -99,6 +98,7 @@ def test_a_run_goes_on_in_another_layout_with_the_same_curve(
     assert "step 5/5" in done.stdout
 
 
+@pytest.mark.slow  # test_mixture.py has the like
 def test_what_reads_weights_needs_no_plugin(lion: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ff.train(None, [CHOSEN, *SMALL, "train.steps=2"])

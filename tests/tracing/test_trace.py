@@ -28,7 +28,7 @@ SMALL = ["model.layers=4", "model.hidden=32", "model.ffn=48", "data.seq=16", "tr
 LAYOUTS = [
     "dp=2,pp=2,microbatches=4,schedule=zb-h1,zero=1",
     "tp=2,pp=2,sp,microbatches=2,schedule=zb-v",
-    "dp=4,zero=3,microbatches=2",
+    pytest.param("dp=4,zero=3,microbatches=2", marks=pytest.mark.slow),
     pytest.param("cp=2,pp=2,microbatches=2,schedule=interleaved", marks=pytest.mark.slow),
     pytest.param("dp=2,tp=2,zero=2,microbatches=2", marks=pytest.mark.slow),
 ]

@@ -115,7 +115,7 @@ def test_the_same_run_twice_gives_the_same_bits(tokens: Path, dtype: str) -> Non
         assert torch.equal(p, q), name
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny-qwen3", "tiny-gpt"])
+@pytest.mark.parametrize("model", ["tiny", pytest.param("tiny-qwen3", marks=pytest.mark.slow), "tiny-gpt"])
 def test_microbatches_and_recompute_leave_the_run_as_it_is(tokens: Path, model: str) -> None:
     """Dropout included: the mask follows the sample, not its place in a microbatch."""
     changes = [f"model={model}", "train.dtype=float64", "train.steps=3"]

@@ -85,9 +85,9 @@ PAIRED = "pp=2,ep=2,schedule=dualpipe-v,microbatches=4"
 SIX = moe(DEEPSEEK, layers=6)
 PAIRS = {
     "zero 1": job(f"dp=2,{PAIRED},zero=1", SIX, steps=2),
-    "slices, gathered, full": job(f"tp=2,{PAIRED},dispatch=allgather,recompute=full", SIX),
 }
 MORE_PAIRS = {
+    "slices, gathered, full": job(f"tp=2,{PAIRED},dispatch=allgather,recompute=full", SIX),
     "sp, selective": job(f"tp=2,{PAIRED},sp,recompute=selective", SIX),
     "cp, zero 2, full": job(f"cp=2,{PAIRED},zero=2,recompute=full", SIX),
     "gathered, zero 2": job(f"dp=2,{PAIRED},dispatch=allgather,zero=2,recompute=selective", SIX),
@@ -171,8 +171,6 @@ class Planted:
 _SOFTMAX = moe(Experts(count=8, top_k=1, ffn=12, renormalise=False))
 PLANTED = [
     Planted(mixtures.gradients_are_divided_by_ep, job("dp=2,ep=2"), "gradient", "mlp.experts."),
-    Planted(mixtures.experts_are_reduced_over_the_dense_group, job("tp=2"), "gradient", "mlp.experts."),
-    Planted(mixtures.the_norm_leaves_experts_out, job("dp=2"), "norm", ""),
     Planted(mixtures.ranks_clip_by_norms_of_their_own, job("dp=2,ep=2"), "parameter", "layers."),
     Planted(mixtures.the_router_is_not_summed_over_tp, job("tp=2"), "gradient", "mlp.router.weight"),
     Planted(mixtures.the_router_is_detached, job("dp=2,ep=2"), "gradient", "mlp.router.weight"),
@@ -201,6 +199,8 @@ PLANTED = [
     ),
 ]  # fmt: skip
 RELATED = [
+    Planted(mixtures.experts_are_reduced_over_the_dense_group, job("tp=2"), "gradient", "mlp.experts."),
+    Planted(mixtures.the_norm_leaves_experts_out, job("dp=2"), "norm", ""),
     Planted(mixtures.gradients_are_multiplied_by_ep, job("dp=2,ep=2"), "gradient", "mlp.experts."),
     Planted(mixtures.the_norm_counts_copies_of_experts, job("dp=2"), "norm", ""),
     Planted(mixtures.the_balance_loss_leaves_masked_tokens_out, job("dp=2,ep=2"), "gradient", "layers."),

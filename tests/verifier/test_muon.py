@@ -25,10 +25,10 @@ GPT = preset("tiny-gpt", layers=2, hidden=32, ffn=24, vocab=37, context=16)
 PROOFS = {
     "whole on every rank": job("dp=4"),
     "ZeRO 1, tied ends": job("dp=2,pp=2,zero=1,microbatches=2", TIED),
-    "one kv head for four ranks": job("tp=4,sp", TIED),
     "experts, ZeRO 3": job("dp=2,tp=2,ep=2,zero=3", moe(DEEPSEEK, layers=2)),
 }
 SLOW = {
+    "one kv head for four ranks": job("tp=4,sp", TIED),
     "tp, ZeRO 1, tied ends": job("dp=2,tp=2,pp=2,zero=1,microbatches=2", TIED),  # eight ranks
     "HSDP": job("dp=4,zero=3,replicate=2"),
     "biases, cp, ZeRO 2": job("cp=2,dp=2,zero=2,microbatches=2", GPT),

@@ -35,25 +35,27 @@ OSS = preset("tiny-oss", layers=2, hidden=32, ffn=24, vocab=37, window=5)
 # Every pair of settings meets in `make prove`, which proves a sample of all layouts of four ranks.
 PROOFS = {
     # Counted traffic equals the closed form for every ZeRO stage ...
-    **{f"zero {zero}, 4 microbatches": job(f"dp=2,zero={zero},microbatches=4") for zero in range(4)},
-    # ... for tp with sp and recompute, and for the three kinds of cp.
+    **{f"zero {zero}, 4 microbatches": job(f"dp=2,zero={zero},microbatches=4") for zero in (0, 3)},
+    # ... for tp with sp and recompute, and for the kinds of cp.
     "tp=2,sp, selective": job("tp=2,sp,recompute=selective"),
-    **{f"{kind}, full": job(f"cp=2,cp_kind={kind},recompute=full") for kind in ("ring", "allgather", "ulysses")},
+    **{f"{kind}, full": job(f"cp=2,cp_kind={kind},recompute=full") for kind in ("ring", "ulysses")},
     "hybrid sharding": job("dp=4,zero=3,replicate=2,microbatches=2"),
     "two kv heads, four ranks, label smoothing": job("tp=4,sp", loss=CrossEntropy(label_smoothing=0.1, z_loss=1e-3)),
     "GPT with dropout": job("tp=2,cp=2,sp,zero=2", GPT),
     "q/k norm, tied": job("tp=2", QWEN),
-    "q/k norm over all heads": job("dp=2,tp=2,sp,zero=3,recompute=full", OLMOE),
     "latent attention": job("tp=2,cp=2,sp,recompute=selective", MLA),
     "queries without latents, put-off gradients": job("tp=2,pp=2,sp,schedule=zb-h1,microbatches=2", NO_Q),
     "sinks and windows, ring": job("cp=2,cp_kind=ring,tp=2,recompute=selective", OSS),
-    "sinks and windows, allgather": job("cp=2,cp_kind=allgather,zero=3", OSS),
-    "float32": job("cp=2", dtype="float32"),
     "bfloat16": job("dp=2,tp=2,sp,zero=1", dtype="bfloat16"),
 }
 # What these vary, those above have as well, in other company.
 SLOW = {
     **{f"zero {zero}, 1 microbatches": job(f"dp=2,zero={zero}") for zero in (0, 3)},
+    **{f"zero {zero}, 4 microbatches": job(f"dp=2,zero={zero},microbatches=4") for zero in (1, 2)},
+    "allgather, full": job("cp=2,cp_kind=allgather,recompute=full"),
+    "q/k norm over all heads": job("dp=2,tp=2,sp,zero=3,recompute=full", OLMOE),
+    "sinks and windows, allgather": job("cp=2,cp_kind=allgather,zero=3", OSS),
+    "float32": job("cp=2", dtype="float32"),
     **{f"tp=2{sp}, {recompute}": job(f"tp=2{sp},recompute={recompute}") for sp, recompute in
        [("", "none"), ("", "selective"), (",sp", "full")]},
     "ring, none": job("cp=2,cp_kind=ring"),

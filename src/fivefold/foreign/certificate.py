@@ -26,7 +26,8 @@ from fivefold.support.text import counted
 
 FORMAT = "fivefold certificate 2"
 _BADGE_LABEL, _BADGE_SIZE, _BADGE_HEIGHT = "verified", 11.0, 20.0
-_FRAMEWORKS = ("megatron-core", "torchtitan", "transformers", "accelerate", "deepspeed")
+# The first of them that was imported stands in the headline: transformers imports accelerate, and Megatron-Core both.
+_FRAMEWORKS = ("megatron-core", "torchtitan", "deepspeed", "transformers", "accelerate")
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Certificate(Result):
 
     @property
     def framework(self) -> str:
-        found = next((f"{name} {number}" for name, number in self.versions.items() if name in _FRAMEWORKS), "")
-        return found or f"torch {self.versions.get('torch', '')}"
+        name = next((name for name in _FRAMEWORKS if name in self.versions), "torch")
+        return f"{name} {self.versions.get(name, '')}"
 
     @property
     def summary(self) -> str:
