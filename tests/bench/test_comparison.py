@@ -138,9 +138,9 @@ def test_layouts_that_do_not_fit_are_left_out() -> None:
     assert layouts(job, 8, "tp,dp,3d") == ["dp=2", "dp=4", "tp=2", "dp=2,tp=2,pp=2,microbatches=2"]
     core = find_accelerator("CPU")
     assert predicted(job, "fivefold dp=2", core) < predicted(job, OURS, core)
-    assert layouts(job, 8, "tp,dp,3d", least=8) == ["dp=2,tp=2,pp=2,microbatches=2"]
+    assert layouts(job, 8, "tp,dp,3d", min_ranks=8) == ["dp=2,tp=2,pp=2,microbatches=2"]
     with pytest.raises(UserError, match="with 16 to 8 ranks"):
-        layouts(job, 8, "dp", least=16)
+        layouts(job, 8, "dp", min_ranks=16)
     with pytest.raises(UserError, match="--only zp is not a choice"):
         layouts(job, 4, "zp")
     with pytest.warns(Note, match=r"dp=2 is left out: .*batch"):
@@ -161,7 +161,7 @@ def test_a_comparison_has_one_world() -> None:
         ("peers --only dp,xp", "--only xp is not a choice"),
         ("peers --rounds 0", "--rounds=0 must be at least 1"),
         ("peers --ranks 3", "fivefold dp=3"),
-        ("peers --scaling --ranks 3 --least 3", "no power of two is among them"),
+        ("peers --scaling --ranks 3 --min-ranks 3", "no power of two lies between them"),
         ("peers --scaling --only dp,ep", "nearest: --only dp"),
         ("train tiny --against nobody", "--against nobody is not a choice"),
         ("peers --overhead train.dtype=bfloat16", "comparisons are in float32"),

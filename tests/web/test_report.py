@@ -385,8 +385,8 @@ def test_verify_writes_the_page_of_a_file(tmp_path: Path, monkeypatch: pytest.Mo
         ("v.json",): "v.json is for --html",
         ("v.json", "--html", "v.html", "--layout", "dp=2"): "--layout says what to prove, and v.json is a proof",
         (".", "--html", "v.html"): ". is a directory",
-        ("--curve", "--html", "v.html"): "--html belongs to a proof",
-        ("--curve", "--all", "--jobs", "2"): "--all, --jobs belongs to a proof",
+        ("--curve", "--html", "v.html"): "--html cannot be combined with --curve",
+        ("--curve", "--all", "--jobs", "2"): "--all, --jobs cannot be combined with --curve",
     }.items():
         assert said in str(CliRunner().invoke(app, ["verify", *words]).exception), words
 

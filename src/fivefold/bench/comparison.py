@@ -106,6 +106,7 @@ class ComparisonResult(Result):
             for loss, right, tolerance in zip(losses, expected, AGREE, strict=True)
         )
 
+    @property
     def rows(self) -> list[dict[str, Any]]:
         """A row for each system: the seconds of its step, also as a fraction of its own step in one process and of the
         bare loop's, and the smallest fraction that several ranks could reach."""
@@ -126,7 +127,7 @@ class ComparisonResult(Result):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        return self.setup() | {"agree": self.ok, "seconds": self.seconds, "systems": self.rows()}
+        return self.setup() | {"agree": self.ok, "seconds": self.seconds, "systems": self.rows}
 
     def setup(self) -> dict[str, Any]:
         """What was measured, and on which machine."""
@@ -157,7 +158,7 @@ class ComparisonResult(Result):
 
     def blocks(self) -> Iterator[Block]:
         yield self.heading()
-        yield table([row | {"loss": row["losses"][0]} for row in self.rows()], COLUMNS)
+        yield table([row | {"loss": row["losses"][0]} for row in self.rows], COLUMNS)
         limit_text = "; limit: the same if communication took no time (simulated)" if self.case.world > 1 else ""
         yield Text(
             f"of single: as a fraction of its own step in one process (PyTorch's is the bare loop){limit_text}; of "

@@ -137,25 +137,34 @@ def cases(word: str) -> list[StepCase]:
 
 
 def measure(
-    words: list[str], steps: int, warm: float, name: str | None, device: str, dtype: str, on_progress: OnProgress
+    words: list[str],
+    steps: int,
+    on_progress: OnProgress,
+    *,
+    warm_up: float,
+    accelerator: str | None,
+    device: str,
+    dtype: str,
 ) -> Iterator[RowsResult]:
     """Time each case in a process of its own, so that no case starts with memory that another has allocated. Yields the
-    result so far after each of them. `name` is an accelerator's."""
-    problems = [*too_small(steps=steps), *filter(None, [misfit("--warm", warm, within(0, 3600))])]
+    result so far after each of them."""
+    problems = [*too_small(steps=steps), *filter(None, [misfit("--warm", warm_up, within(0, 3600))])]
     for option, value, known in (("dtype", dtype, ("auto", *DTYPES)), ("device", device, DEVICES)):
         if value not in known:
             problems.append(f"--{option} {value} is not a choice; known: {', '.join(known)}")
     refuse(problems)
     wanted = [case for word in words for case in cases(word)]
-    accelerator = Cluster.parse(name).groups[0].accelerator if name else None
+    planned_for = Cluster.parse(accelerator).groups[0].accelerator if accelerator else None
     timed: list[Timed] = []
     for number, case in enumerate(wanted, start=1):
         on_progress(f"{number}/{len(wanted)}: {case.model}, {case.layers} layers, {case.batch} x {case.seq}")
-        timed += processes.run(1, "fivefold.bench.train_rank:one_case", case, device, dtype, steps, warm, timeout=600)
-        if accelerator is None:
+        timed += processes.run(
+            1, "fivefold.bench.train_rank:one_case", case, device, dtype, steps, warm_up, timeout=600
+        )
+        if planned_for is None:
             with suppress(UserError):
-                accelerator = find_accelerator(timed[0].device)
-        yield result(timed, accelerator)
+                planned_for = find_accelerator(timed[0].device)
+        yield result(timed, planned_for)
 
 
 def predicted(case: StepCase, accelerator: Accelerator) -> float:

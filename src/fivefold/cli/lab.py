@@ -32,7 +32,7 @@ def labs(context: typer.Context, as_json: Json = False) -> None:
     if context.invoked_subcommand is None:
         from fivefold.labs.catalogue import labs
 
-        show(labs(), as_json, None)
+        show(labs(), as_json=as_json)
 
 
 @command(app, "start", "Write the statement and the file of a lab.  [dim]fivefold lab start linear my-lab[/]", TEXTS)
@@ -50,7 +50,7 @@ def start(
     """
     from fivefold.labs.catalogue import start_lab
 
-    show(start_lab(name, folder), as_json, output)
+    show(start_lab(name, folder), as_json=as_json, output=output)
 
 
 @command(app, "check", "Hold your answer against one process.  [dim]fivefold lab check my-lab[/]", TEXTS)
@@ -78,7 +78,7 @@ def check(
 
     with counting_bar() as progress:
         found = check_lab(answer, timeout=timeout, progress=progress)
-    show(found, as_json, output)
+    show(found, as_json=as_json, output=output)
 
 
 @command(app, "bench", "Time your answer on more ranks.  [dim]fivefold lab bench my-lab[/]", DRAWABLE_SUFFIXES)
@@ -101,4 +101,4 @@ def bench(
     """
     from fivefold.labs.scaling import bench_lab
 
-    show(bench_lab(answer, rounds=rounds), as_json, output)
+    show(bench_lab(answer, rounds=rounds), as_json=as_json, output=output)

@@ -114,7 +114,7 @@ class Result:
         """The picture that a file of this name should hold: some results have several."""
         return self.scene()
 
-    def svg(self, dark: bool = False) -> str | None:
+    def svg(self, *, dark: bool = False) -> str | None:
         scene = self.scene()
         return None if scene is None else to_svg(scene, dark)
 
@@ -360,7 +360,7 @@ def table_html(table: Table) -> str:
 TEXTS = (".json", ".txt")  # the formats in which any result can be written
 
 
-def show(result: Result, as_json: bool = False, output: Path | None = None, remarks: Iterable[str] = ()) -> None:
+def show(result: Result, *, as_json: bool = False, output: Path | None = None, remarks: Iterable[str] = ()) -> None:
     """Print a result, and write it to `output`. A result that is not ok ends the command with exit code 1.
 
     The file's suffix decides what is written: the figures (.json), the printed text (.txt), or a picture. `remarks` are
