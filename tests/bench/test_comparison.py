@@ -11,9 +11,9 @@ from msgspec.structs import replace as replace_struct
 from typer.testing import CliRunner
 
 from fivefold.bench import train as bench_train
-from fivefold.bench.comparison import Comparison, ComparisonResult, base_job, layout_of, limit, predicted
+from fivefold.bench.comparison import Comparison, ComparisonResult, base_job, layout_of, limit, predict
 from fivefold.bench.harness import OURS, Machine, RoundTimes, choices
-from fivefold.bench.scaling import EXPERTS, layouts
+from fivefold.bench.scaling import EXPERTS_CHANGES, layouts
 from fivefold.bench.train_rank import Profile
 from fivefold.cli import app
 from fivefold.hardware.accelerators import find_accelerator
@@ -93,7 +93,7 @@ def test_experts_are_a_fraction_of_one_process_beside_the_limit_and_their_real_l
 
 
 def test_a_limit_waits_for_the_fullest_rank() -> None:
-    job = base_job(list(EXPERTS), microbatches=1)
+    job = base_job(list(EXPERTS_CHANGES), microbatches=1)
     even, uneven = (limit(job, "dp=2,ep=2", imbalance=imbalance) for imbalance in (1.0, 1.5))
     assert 0.5 < even < 0.55
     assert even < uneven < 1.5 * even
@@ -137,7 +137,7 @@ def test_layouts_that_do_not_fit_are_left_out() -> None:
     job = base_job(TINY, microbatches=1)
     assert layouts(job, 8, "tp,dp,3d") == ["dp=2", "dp=4", "tp=2", "dp=2,tp=2,pp=2,microbatches=2"]
     core = find_accelerator("CPU")
-    assert predicted(job, "fivefold dp=2", core) < predicted(job, OURS, core)
+    assert predict(job, "fivefold dp=2", core) < predicted(job, OURS, core)
     assert layouts(job, 8, "tp,dp,3d", min_ranks=8) == ["dp=2,tp=2,pp=2,microbatches=2"]
     with pytest.raises(UserError, match="with 16 to 8 ranks"):
         layouts(job, 8, "dp", min_ranks=16)

@@ -63,7 +63,7 @@ def recovered() -> recovery.RecoveryResult:
 
 
 def saved() -> checkpoint.CheckpointResult:
-    times = RoundTimes({name: [1.0] for name in checkpoint.NAMES})
+    times = RoundTimes({name: [1.0] for name in checkpoint.SHOWN_NAMES})
     return checkpoint.CheckpointResult(comparison.base_job([]), 10**9, [0.1, 0.2], [0.01], [0.02], times, times)
 
 

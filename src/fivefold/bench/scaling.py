@@ -12,10 +12,10 @@ from fivefold.bench.comparison import (
     layout_of,
     limit,
     measure_all,
-    predicted,
+    predict,
     verdict,
 )
-from fivefold.bench.harness import ONE_ALONE, OURS, OnProgress, choices, refuse, table, too_small
+from fivefold.bench.harness import ONE_RANK_SENTENCE, OURS, OnProgress, choices, refuse, table, too_small
 from fivefold.cost.kernels import Device
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.job.config import Job
@@ -25,9 +25,9 @@ from fivefold.support.errors import Note, UserError
 from fivefold.support.ranges import RANKS, checked, within
 
 AXES = ("dp", "tp", "pp", "cp", "3d")
-EP = "ep"  # its model has experts, so it has a run of its own
+EXPERTS_AXIS = "ep"  # its model has experts, so it has a run of its own
 # The other axes' model with experts: the two that a token visits are as wide as its dense network.
-EXPERTS = ("model.experts.count=8", "model.experts.top_k=2", "model.experts.ffn=688")
+EXPERTS_CHANGES = ("model.experts.count=8", "model.experts.top_k=2", "model.experts.ffn=688")
 COLUMNS = {
     "~layout": "shown",  # without microbatches, which the number of stages decides
     ">ranks": "ranks", ">alone": "one_process_seconds:.3f", ">step": "seconds:.3f", ">speed-up": "speed_up:.2f",
@@ -62,8 +62,8 @@ class ScalingResult(Result):
         times, world, system, job = run.seconds, run.case.world, f"{OURS} {layout}", run.case.job
         of_one, imbalance = times.ratio(system, OURS), run.imbalance.get(system)
         cores = (self.cores[1], self.cores[world]) if self.cores else None
-        alone = predicted(job, OURS, cores[0]) if cores else None
-        seconds = predicted(job, layout, cores[1], imbalance or 1.0) if cores else None
+        alone = predict(job, OURS, cores[0]) if cores else None
+        seconds = predict(job, layout, cores[1], imbalance or 1.0) if cores else None
         return {
             "layout": layout,
             "ranks": world,
@@ -146,7 +146,7 @@ def scaling(
 ) -> Iterator[ScalingResult]:
     """Yields a result after each number of ranks, with all comparisons so far."""
     refuse(too_small(**{"min-ranks": min_ranks}))
-    checked("--ranks", ranks, within(2, RANKS, ONE_ALONE))
+    checked("--ranks", ranks, within(2, RANKS, ONE_RANK_SENTENCE))
     if not any(min_ranks <= 2**power <= ranks for power in range(1, ranks.bit_length())):
         raise UserError(
             f"--min-ranks {min_ranks} --ranks {ranks}: no power of two lies between them; nearest: --min-ranks 2",
@@ -156,14 +156,14 @@ def scaling(
         raise UserError(f"--batch {batch} and {same[0]} say the same thing twice; leave one out", "option.conflict")
     # Short sequences: one process takes seconds for a step of sixteen, and not minutes.
     sizes = [f"train.batch={16 if batch is None else batch}", "data.seq=128"]
-    wanted = choices(only, "--only", (*AXES, EP))
-    if EP in wanted and len(wanted) > 1:
-        rest = ",".join(axis for axis in wanted if axis != EP)
+    wanted = choices(only, "--only", (*AXES, EXPERTS_AXIS))
+    if EXPERTS_AXIS in wanted and len(wanted) > 1:
+        rest = ",".join(axis for axis in wanted if axis != EXPERTS_AXIS)
         raise UserError(
             f"--only {only}: ep has a model with experts, the others have none; nearest: --only {rest}",
             "option.conflict",
         )
-    job = base_job([*sizes, *(EXPERTS if EP in wanted else ()), *changes], microbatches=1)
+    job = base_job([*sizes, *(EXPERTS_CHANGES if EXPERTS_AXIS in wanted else ()), *changes], microbatches=1)
     chosen = layouts(job, ranks, only, min_ranks=min_ranks)
     by_world: dict[int, list[str]] = {}
     for text in chosen:
@@ -189,10 +189,10 @@ def layouts(job: Job, most: int, only: str, *, min_ranks: int = 2) -> list[str]:
 
     A rank's share of the batch is one microbatch; where there are stages, each of its sequences is one.
     """
-    wanted = choices(only, "--only", (*AXES, EP))
+    wanted = choices(only, "--only", (*AXES, EXPERTS_AXIS))
     sizes = [size for exponent in range(1, most.bit_length()) if min_ranks <= (size := 2**exponent) <= most]
     texts = [f"{axis}={size}" for axis in AXES[:-1] if axis in wanted for size in sizes]
-    if EP in wanted:  # also dp alone: each rank has all experts, so that gradients travel, and no tokens
+    if EXPERTS_AXIS in wanted:  # also dp alone: each rank has all experts, so that gradients travel, and no tokens
         suffixes = ("", ",ep={}", ",ep={},dispatch=allgather")
         texts += [f"dp={size}{suffix.format(size)}" for size in sizes for suffix in suffixes]
     if "3d" in wanted:

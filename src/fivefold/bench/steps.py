@@ -31,8 +31,8 @@ from fivefold.support.errors import UserError
 from fivefold.support.ranges import misfit, within
 from fivefold.support.text import bytes_text, did_you_mean
 
-WARM = 3  # steps before the timed ones, at least: in them kernels are chosen and memory is allocated
-WORDS = {"recompute": ("none", "selective", "full"), "compile": ("auto", "on", "off")}
+MIN_WARM_UP_STEPS = 3  # steps before the timed ones, at least: in them kernels are chosen and memory is allocated
+CHOICES_BY_KEY = {"recompute": ("none", "selective", "full"), "compile": ("auto", "on", "off")}
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -124,10 +124,10 @@ def cases(word: str) -> list[StepCase]:
         key, _, text = change.partition("=")
         if key not in known:
             problems.append(f"{word}: unknown key {key!r}; {did_you_mean(key, known)}")
-        elif key in WORDS:
+        elif key in CHOICES_BY_KEY:
             choices[key] = text.split("/")
-            wrong = [value for value in choices[key] if value not in WORDS[key]]
-            problems += [f"{word}: {key}={v!r} is not a choice; {did_you_mean(v, WORDS[key])}" for v in wrong]
+            wrong = [value for value in choices[key] if value not in CHOICES_BY_KEY[key]]
+            problems += [f"{word}: {key}={v!r} is not a choice; {did_you_mean(v, CHOICES_BY_KEY[key])}" for v in wrong]
         else:
             wrong = [value for value in text.split("/") if not (value.isdecimal() and 0 < int(value) < 1 << 31)]
             problems += [f"{word}: {key}={value!r} must be a whole number of at least 1" for value in wrong]

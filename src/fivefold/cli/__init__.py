@@ -40,7 +40,7 @@ from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.launch.heartbeat import BEATS
 from fivefold.launch.host import keep_freed_memory
 from fivefold.launch.world import rank_here
-from fivefold.render.blocks import TEXTS
+from fivefold.render.blocks import TEXT_SUFFIXES
 from fivefold.support.errors import TRAINING, Note, PeerLost, TrainingError, UserError, needs
 from fivefold.support.plugins import blamed, options, untrusted_in
 from fivefold.support.progress import shown
@@ -58,18 +58,18 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 command(app, "plan", plan.PLAN, plan.OUTPUT_SUFFIXES)(plan.plan)
-command(app, "serve", plan.SERVE, TEXTS)(plan.serve)
-command(app, "goodput", plan.GOODPUT, TEXTS)(plan.goodput)
+command(app, "serve", plan.SERVE, TEXT_SUFFIXES)(plan.serve)
+command(app, "goodput", plan.GOODPUT, TEXT_SUFFIXES)(plan.goodput)
 app.add_typer(compare.app, name="compare", short_help=compare.SHORT)
 command(app, "draw", draw.DRAW)(draw.draw)
 command(app, "dryrun", verify.DRYRUN, DRAWABLE_SUFFIXES)(verify.dryrun)
 command(app, "verify", verify.VERIFY, DRAWABLE_SUFFIXES)(verify.verify)
 command(app, "train", train.TRAIN)(train.train)
-command(app, "generate", runs.GENERATE, TEXTS)(runs.generate)
+command(app, "generate", runs.GENERATE, TEXT_SUFFIXES)(runs.generate)
 command(app, "inspect", runs.INSPECT, DRAWABLE_SUFFIXES)(runs.inspect)
 command(app, "trace", runs.TRACE)(runs.trace)
 command(app, "launch", machines.LAUNCH)(machines.launch)
-command(app, "doctor", machines.DOCTOR, TEXTS)(machines.doctor)
+command(app, "doctor", machines.DOCTOR, TEXT_SUFFIXES)(machines.doctor)
 command(app, "calibrate", machines.CALIBRATE, (".toml",))(machines.calibrate)
 app.add_typer(data.app, name="data", short_help=data.SHORT)
 app.add_typer(checkpoint.app, name="checkpoint", short_help=checkpoint.SHORT)
@@ -94,7 +94,7 @@ def _root(
     pass
 
 
-def program(function: Callable[..., None], output_suffixes: tuple[str, ...] = TEXTS) -> typer.Typer:
+def program(function: Callable[..., None], output_suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> typer.Typer:
     """A program with one command, for `main` to run."""
     single = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
     command(single, function.__name__, "", output_suffixes)(function)

@@ -115,7 +115,10 @@ def train(
     from fivefold.bench.train import Extras, measure
 
     if cases:
-        refuse(options_given(context, _JOB_ONLY_OPTIONS), "cannot be combined with --cases, which times cases and not a job")
+        refuse(
+            options_given(context, _JOB_ONLY_OPTIONS),
+            "cannot be combined with --cases, which times cases and not a job",
+        )
         timed, dtype = _default(steps, 7), dtype_of(dtype)
         measure_and_show(
             lambda progress: measure_cases(

@@ -7,7 +7,7 @@ import typer
 
 from fivefold.cli.options import Json, Output, Picture, command, counting_bar
 from fivefold.cli.renamed import ExplainsUnknown
-from fivefold.render.blocks import TEXTS, show
+from fivefold.render.blocks import TEXT_SUFFIXES, show
 from fivefold.support.errors import UserError
 from fivefold.support.text import either
 
@@ -18,7 +18,7 @@ app = typer.Typer(
 )
 
 
-@command(app, "models", "All built-in models, or one.  [dim]fivefold list models llama3-8b[/]", TEXTS)
+@command(app, "models", "All built-in models, or one.  [dim]fivefold list models llama3-8b[/]", TEXT_SUFFIXES)
 def models(
     name: Annotated[
         str | None, typer.Argument(help="Show this one: a preset, a Hugging Face config.json or its directory.")
@@ -55,7 +55,9 @@ def models(
     show(model(name, seq=seq), as_json=as_json, output=output)
 
 
-@command(app, "accelerators", "All built-in accelerators, or one.  [dim]fivefold list accelerators H100[/]", TEXTS)
+@command(
+    app, "accelerators", "All built-in accelerators, or one.  [dim]fivefold list accelerators H100[/]", TEXT_SUFFIXES
+)
 def accelerators(
     name: Annotated[str | None, typer.Argument(help="Show this one with all its figures.")] = None,
     output: Output = None,
@@ -142,7 +144,7 @@ def accuracy(
         raise UserError("--write needs --fit or --coverage, whose results it saves", "option.conflict")
     if coverage or sweeps:
         others = {"--fit": fit, "--leave-out": leave_out, "--rows": rows}
-        others["-o"] = output if output and output.suffix.lower() not in TEXTS else None  # they have no picture
+        others["-o"] = output if output and output.suffix.lower() not in TEXT_SUFFIXES else None  # they have no picture
         _show_coverage_or_sweeps(
             data, others, coverage=coverage, sweeps=sweeps, write=write, output=output, as_json=as_json
         )

@@ -8,7 +8,7 @@ import typer
 
 from fivefold.cli.options import Json, Output, bytes_bar, command
 from fivefold.cli.renamed import ExplainsUnknown
-from fivefold.render.blocks import TEXTS, show
+from fivefold.render.blocks import TEXT_SUFFIXES, show
 from fivefold.support.errors import UserError
 from fivefold.support.files import whole_or_nothing
 from fivefold.support.places import place_of
@@ -23,7 +23,7 @@ Run = Annotated[str, typer.Argument(help="A run's directory, or one of its check
 Step = Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")]
 
 
-@command(app, "ls", "List a run's checkpoints.  [dim]fivefold checkpoint ls runs/demo --verify[/]", TEXTS)
+@command(app, "ls", "List a run's checkpoints.  [dim]fivefold checkpoint ls runs/demo --verify[/]", TEXT_SUFFIXES)
 def ls(
     run: Run,
     verify: Annotated[

@@ -7,7 +7,7 @@ import typer
 from fivefold.cli.draw import Chunks, Group, Memory, Overlap, Sends, Slow, TimesText
 from fivefold.cli.options import Batch, Json, ModelWords, Output, Seq, Software, command, options_given, refuse
 from fivefold.cli.renamed import ExplainsUnknown
-from fivefold.render.blocks import TEXTS, show
+from fivefold.render.blocks import TEXT_SUFFIXES, show
 from fivefold.support.errors import UserError
 from fivefold.support.text import whole_number
 
@@ -17,7 +17,7 @@ app = typer.Typer(
 )
 
 
-@command(app, "zero", "Memory by ZeRO stage.  [dim]fivefold compare zero 7.5e9 --ranks 64[/]", TEXTS)
+@command(app, "zero", "Memory by ZeRO stage.  [dim]fivefold compare zero 7.5e9 --ranks 64[/]", TEXT_SUFFIXES)
 def zero(
     model: Annotated[str, typer.Argument(help="A model's name, or a number of parameters: 7.5e9.")],
     ranks: Annotated[int, typer.Option(help="Ranks to shard over (dp x cp).")] = 64,
@@ -62,7 +62,7 @@ _SINGLE_LAYER_OPTIONS = {  # {parameter: option}
 _Kernels = Annotated[str, typer.Option(help="With --lengths: attention kernels to compare: flash2,flash3,peak.")]
 
 
-@command(app, "cp", "Ring, all-gather and Ulysses.  [dim]fivefold compare cp --seq 131072 --cp 16[/]", TEXTS)
+@command(app, "cp", "Ring, all-gather and Ulysses.  [dim]fivefold compare cp --seq 131072 --cp 16[/]", TEXT_SUFFIXES)
 def cp(
     context: typer.Context,
     seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
@@ -155,7 +155,7 @@ _Schedules = Annotated[str, typer.Option(help="Comma-separated schedules; defaul
 _Slower = Annotated[str, typer.Option(help="Make half of a homogeneous cluster slower by these factors: 1.5,2.")]
 
 
-@command(app, "mixed", "Schedules on heterogeneous GPUs.  [dim]fivefold compare mixed llama3-70b[/]", TEXTS)
+@command(app, "mixed", "Schedules on heterogeneous GPUs.  [dim]fivefold compare mixed llama3-70b[/]", TEXT_SUFFIXES)
 def mixed(
     words: ModelWords,
     cluster: _HeterogeneousCluster = "2x8xH100+2x8xA100",
@@ -208,7 +208,7 @@ _Published = Annotated[
 ]
 
 
-@command(app, "schedules", "All schedules.  [dim]fivefold compare schedules --pp 8 --microbatches 32[/]", TEXTS)
+@command(app, "schedules", "All schedules.  [dim]fivefold compare schedules --pp 8 --microbatches 32[/]", TEXT_SUFFIXES)
 def schedules(
     context: typer.Context,
     pp: Annotated[int, typer.Option("--pp", help="Pipeline ranks (p).")] = 4,

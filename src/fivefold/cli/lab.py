@@ -7,7 +7,7 @@ import typer
 
 from fivefold.cli.options import DRAWABLE_SUFFIXES, Json, Output, Picture, command, counting_bar
 from fivefold.cli.renamed import ExplainsUnknown
-from fivefold.render.blocks import TEXTS, show
+from fivefold.render.blocks import TEXT_SUFFIXES, show
 
 SHORT = "Exercises that check themselves on real ranks.  [dim]fivefold lab start linear my-lab[/]"
 app = typer.Typer(cls=ExplainsUnknown, rich_markup_mode="rich")
@@ -35,7 +35,9 @@ def labs(context: typer.Context, as_json: Json = False) -> None:
         show(labs(), as_json=as_json)
 
 
-@command(app, "start", "Write the statement and the file of a lab.  [dim]fivefold lab start linear my-lab[/]", TEXTS)
+@command(
+    app, "start", "Write the statement and the file of a lab.  [dim]fivefold lab start linear my-lab[/]", TEXT_SUFFIXES
+)
 def start(
     name: Annotated[str, typer.Argument(help="The lab: one that `fivefold lab` lists.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; it is created, and nothing is replaced.")],
@@ -53,7 +55,7 @@ def start(
     show(start_lab(name, folder), as_json=as_json, output=output)
 
 
-@command(app, "check", "Hold your answer against one process.  [dim]fivefold lab check my-lab[/]", TEXTS)
+@command(app, "check", "Hold your answer against one process.  [dim]fivefold lab check my-lab[/]", TEXT_SUFFIXES)
 def check(
     answer: _Answer,
     timeout: Annotated[

@@ -27,13 +27,13 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from fivefold.render.blocks import TEXTS, check_writable
-from fivefold.render.paint import PICTURES
+from fivefold.render.blocks import TEXT_SUFFIXES, check_writable
+from fivefold.render.paint import PICTURE_SUFFIXES
 from fivefold.support.errors import UserError
 from fivefold.support.plugins import find_value, is_plugin, load
 from fivefold.support.progress import shown, silenced
 
-DRAWABLE_SUFFIXES = (*PICTURES, *TEXTS)  # of a result that can also be drawn
+DRAWABLE_SUFFIXES = (*PICTURE_SUFFIXES, *TEXT_SUFFIXES)  # of a result that can also be drawn
 PAGE_SUFFIXES = (".html", ".htm")
 
 # ---- types of options and arguments ---------------------------------------------------------------------------------

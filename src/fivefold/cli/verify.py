@@ -22,7 +22,7 @@ from fivefold.cli.options import (
     split_job_and_changes,
     write_page,
 )
-from fivefold.render.blocks import TEXTS, check_writable, console_of, show
+from fivefold.render.blocks import TEXT_SUFFIXES, check_writable, console_of, show
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 
@@ -163,7 +163,7 @@ def verify(
     from fivefold.verifier.verify import verify as prove
 
     if adapter is None or check is not None:  # of the three results, a certificate alone can be drawn
-        check_writable(output, *TEXTS)
+        check_writable(output, *TEXT_SUFFIXES)
     if adapter is not None or check is not None:
         with _stoppable():
             proof = _foreign(context, adapter, check, words or [], timeout)
