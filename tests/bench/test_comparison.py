@@ -137,7 +137,7 @@ def test_layouts_that_do_not_fit_are_left_out() -> None:
     job = base_job(TINY, microbatches=1)
     assert layouts(job, 8, "tp,dp,3d") == ["dp=2", "dp=4", "tp=2", "dp=2,tp=2,pp=2,microbatches=2"]
     core = find_accelerator("CPU")
-    assert predict(job, "fivefold dp=2", core) < predicted(job, OURS, core)
+    assert predict(job, "fivefold dp=2", core) < predict(job, OURS, core)
     assert layouts(job, 8, "tp,dp,3d", min_ranks=8) == ["dp=2,tp=2,pp=2,microbatches=2"]
     with pytest.raises(UserError, match="with 16 to 8 ranks"):
         layouts(job, 8, "dp", min_ranks=16)
