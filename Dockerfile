@@ -17,7 +17,7 @@ RUN apt-get update \
 
 # pyproject.toml says which releases of PyTorch are known to work.
 ARG EXTRAS=train
-COPY pyproject.toml README.md LICENSE /src/
+COPY pyproject.toml setup.py README.md LICENSE /src/
 COPY src /src/src
 RUN pip install --no-cache-dir "/src[${EXTRAS}]"
 

@@ -35,11 +35,12 @@ from fivefold.machines.result import RankSpeed, RanksResult
 from fivefold.parallel.mesh import Mesh
 from fivefold.planner.mixed import groups_of
 from fivefold.planner.mixed_compare import best_split
-from fivefold.planner.search import Option, evaluate, trained_layout
+from fivefold.planner.option import Option, evaluate
+from fivefold.planner.search import trained_layout
 from fivefold.render.blocks import Block, Result, Text
 from fivefold.schedules.registry import record_of
 from fivefold.support.errors import UserError
-from fivefold.support.text import counted
+from fivefold.support.text import plural
 from fivefold.trainer.engine import Engine
 from fivefold.verifier.cases import plain_batch
 
@@ -164,12 +165,12 @@ class MixedBenchResult(Result):
     def blocks(self) -> Iterator[Block]:
         job, here, model = self.job, self.machine, self.job.model
         size = f"{model.layers} layers of {model.hidden} ({model.parameter_count / 1e6:.1f}M parameters)"
-        slow = counted(self.ranks - self.ranks // 2, "rank")
+        slow = plural(self.ranks - self.ranks // 2, "rank")
         yield Text(
             f"pp={self.ranks}, the last {slow} slowed; {size}; {job.layout.microbatches} microbatches of "
             f"{job.train.batch // job.layout.microbatches} x {job.data.seq} tokens, {job.train.dtype}, AdamW\n"
             f"torch {here.torch}, {here.cores} cores of {here.name}, a thread a rank; "
-            f"{counted(self.rounds, 'round')} in turns, medians"
+            f"{plural(self.rounds, 'round')} in turns, medians"
         )
         yield table(self.rows, COLUMNS)
         yield Text(
@@ -214,7 +215,7 @@ def measure(
         with TemporaryDirectory(prefix="fivefold-mixed-") as home:
             on_progress("the planner's splits")
             planned = plans(job, speeds, ranks, Path(home, "auto.txt"))
-            on_progress(f"{len(planned)} systems, {counted(rounds, 'round')} in turns")
+            on_progress(f"{len(planned)} systems, {plural(rounds, 'round')} in turns")
             task = replace(task, layouts={system: plan.layout for system, plan in planned.items()})
             patience = _PATIENCE * (rounds + 2) * len(planned)
             seconds, losses, here = processes.run(ranks, "benchmarks.mixed:run", task, timeout=patience)[0]

@@ -41,7 +41,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any
 
-from fivefold.launch.processes import PRELOAD
+from fivefold.launch.processes import PRELOADED_MODULES
 
 # In a container the only one may be called /dev/nvidia3. A server that has asked CUDA for anything has children that
 # cannot use it.
@@ -159,13 +159,13 @@ def fork(
 ) -> Any:
     """A process of the server's that `_become`s a command."""
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(PRELOADED_MODULES)
     process = context.Process(target=_become, args=(module, words, cwd, env, pickle.dumps(before), _Streams(*streams)))
     process.start()
     return process
 
 
-def interpreter(preload: list[str] = PRELOAD) -> str:
+def interpreter(preload: list[str] = PRELOADED_MODULES) -> str:
     """What to call with an interpreter's arguments instead of one: the server forks the process. `preload` is what it
     imports, if it does not run yet."""
     forkserver.set_forkserver_preload(preload)

@@ -18,7 +18,7 @@ from hypothesis import settings
 
 import fivefold
 from fivefold.data.prepare import prepare
-from fivefold.launch.processes import PRELOAD
+from fivefold.launch.processes import PRELOADED_MODULES
 from fivefold.support.errors import Problem, UserError
 from tests.commands import HAS_GPU, interpreter
 from tests.layers import HEAVY, LAYERS, walk
@@ -45,16 +45,21 @@ typer.testing._get_command = cache(typer.testing._get_command)
 # What the server imports that ranks and commands are forked from; each of them would for itself. torch imports late.
 _SOURCE = Path(fivefold.__file__).parent
 _OURS = [".".join(file.relative_to(_SOURCE.parent).with_suffix("").parts) for file in sorted(_SOURCE.rglob("*.py"))]
-PRELOAD += ["torch.distributed.checkpoint", "torch.distributed.pipelining", "torch.utils.tensorboard", "hypothesis"]
+PRELOADED_MODULES += [
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "torch.utils.tensorboard",
+    "hypothesis",
+]
 _GPU = ("optim.kernels", "grouped_triton")  # need triton, which CPU builds of torch come without
-PRELOAD += ["pytest", "rich._emoji_codes", "torch.utils.serialization.config"]
+PRELOADED_MODULES += ["pytest", "rich._emoji_codes", "torch.utils.serialization.config"]
 # What takes longer to import than the tests that need it take: each worker of pytest-xdist imports all tests, and each
 # rank that compiles imports PyTorch's compiler.
 _LONG = ["transformers", "kubernetes_validate", "kubeflow_trainer_api.models"]
 if not HAS_GPU:  # Inductor asks CUDA when it is imported, and then no child may use it
     _LONG += ["torch._dynamo.backends.debugging", "torch._inductor.pattern_matcher"]
 _OWN = [name for name in _OURS if not name.endswith(("__", *_GPU)) and ".adapters." not in name]
-PRELOAD += [*_OWN, "tests.ranks", "tests.warm"]
+PRELOADED_MODULES += [*_OWN, "tests.ranks", "tests.warm"]
 
 _init = UserError.__init__
 
@@ -87,7 +92,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Workers of pytest-xdist share one server, and are forked from it: to import torch takes seconds."""
     few = config.option.markexpr.startswith(("pure", "waits"))
     every = not few and config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    python = interpreter([*([] if few else _LONG), *PRELOAD, *(["tests.collected"] if every else [])])
+    python = interpreter([*([] if few else _LONG), *PRELOADED_MODULES, *(["tests.collected"] if every else [])])
     specs[:] = [type(spec)(f"{spec}//id={spec.id}//python={python}") for spec in specs]
 
 

@@ -28,7 +28,7 @@ def test_extras_python_and_entry_are_those_of_the_package() -> None:
     assert f"Programming Language :: Python :: {base.split(':')[1].split('-')[0]}" in project["classifiers"]
     assert words("ENTRYPOINT") == ['["fivefold"]']
     assert "fivefold" in project["scripts"]
-    named = {project["readme"], *project["license-files"]}  # which the build reads
+    named = {"README.md", "pyproject.toml", "setup.py", *project["license-files"]}  # which the build reads
     assert named <= {name for rest in words("COPY") for name in rest.split()}
 
 

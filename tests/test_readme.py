@@ -1,5 +1,5 @@
-"""The README's commands, and the small ones of docs/speed.md, run as written (training is only checked), and what the
-README and the proof in docs/parallelism.md quote is what is printed."""
+"""The commands of the README, of docs/tour.md and the small ones of docs/speed.md run as written (training is mostly
+checked alone), and what the pages and the proof in docs/parallelism.md quote is what is printed."""
 
 import gzip
 import json
@@ -9,7 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import typer
 
+from fivefold.cli import app
 from tests import commands
 
 ROOT = Path(__file__).parent.parent
@@ -19,11 +21,14 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"```\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-BLOCKS = blocks("README.md")
+README, TOUR = blocks("README.md"), blocks("docs/tour.md")
 SMALL = blocks("docs/speed.md")[1]  # benchmarks at a size for a laptop
 OURS = ("fivefold ", "python -m benchmarks.")
-COMMANDS = [line for block in (*BLOCKS, SMALL) for line in block.splitlines() if line.startswith(OURS)]
-QUOTED = [block for block in BLOCKS if block.startswith("$ fivefold ")]
+QUOTED = [block for block in (*README, *TOUR) if block.startswith("$ fivefold ")]
+
+
+def lines(*blocks: str) -> list[str]:
+    return [line for block in blocks for line in block.splitlines() if line.startswith(OURS)]
 
 
 def measures(line: str) -> bool:
@@ -59,12 +64,24 @@ def numbers(proof: str) -> list[list[str]]:
     ]
 
 
-def test_the_readme_has_commands() -> None:
+def test_the_pages_have_commands() -> None:
     assert len(numbers(PROOF)) == 11
-    assert len(COMMANDS) >= 24
-    assert sum(measures(line) for line in COMMANDS) == 4
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len(lines(*README)) == 5
+    assert len(lines(*TOUR)) >= 20
+    assert sum(measures(line) for line in lines(SMALL)) == 4
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 140
     assert len(QUOTED) == 2
+
+
+def test_the_readme_s_commands_are_there_and_its_two_are_make_s() -> None:
+    text = (ROOT / "README.md").read_text()
+    every = typer.main.get_command(app)
+    for line in re.findall(r"`(?:fivefold )?((?:plan|verify) --[^`]*|(?<=fivefold )[a-z]+[^`]*)`", text):
+        name, *words = line.split()
+        options = {option for parameter in every.commands[name].params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= options, line
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"demo", "test"} == set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)) <= set(targets)
 
 
 # What makes a measurement of seconds one of an instant, and leaves it the same measurement.
@@ -81,8 +98,8 @@ SMALLER = {
 }
 
 
-def run(lines: list[str], folder: Path) -> None:
-    for line in lines:
+def run(found: list[str], folder: Path) -> None:
+    for line in found:
         more = ["--check"] if line.startswith("fivefold train") else []
         if "run.name=essays" in line:  # those whose checkpoints the next ones read are really run, for a few steps
             more = ["data.seq=32", "train.batch=4", "train.steps=1", "model.layers=2", "train.eval_samples=0"]
@@ -95,15 +112,18 @@ def run(lines: list[str], folder: Path) -> None:
             assert numbers(done.stdout) == numbers(PROOF)
 
 
-def test_every_command_runs(folder: Path) -> None:
-    """But those whose output is quoted: they run below."""
-    quoted = {block.splitlines()[0].removeprefix("$ ") for block in QUOTED}
-    run([line for line in COMMANDS if not measures(line) and line not in quoted], folder)
+def test_every_command_of_the_readme_runs(folder: Path) -> None:
+    run(lines(*README), folder)
+
+
+@pytest.mark.slow  # each of them is tested smaller elsewhere, in every `make test`
+def test_every_command_of_the_tour_runs(folder: Path) -> None:
+    run(lines(*TOUR), folder)
 
 
 @pytest.mark.slow  # tests/bench runs the same benchmarks smaller, in every `make test`
 def test_every_benchmark_runs(folder: Path) -> None:
-    run([line for line in COMMANDS if measures(line)], folder)
+    run(lines(SMALL), folder)
 
 
 @pytest.mark.parametrize("block", QUOTED)

@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 from fivefold.launch.exits import signal_name
 from fivefold.launch.group import join, one_gloo_worker
-from fivefold.launch.rendezvous import GLOO, Rendezvous, stay_on_this_machine
+from fivefold.launch.rendezvous import GLOO_INTERFACE_ENV, Rendezvous, stay_on_this_machine
 from fivefold.launch.world import World
-from fivefold.support.text import counted
+from fivefold.support.text import plural
 
 RANKS = 2
 IN_FLIGHT = 32  # all-gathers of one element: of what was tried, this dies soonest
@@ -49,7 +49,7 @@ class Seen(NamedTuple):
 
     def __str__(self) -> str:
         how = ", ".join([f"died: {one}" for one in self.died] + self.wrong) or "all ranks lived"
-        return f"{how}; {counted(self.rounds, 'round')} in {self.seconds:.0f} s"
+        return f"{how}; {plural(self.rounds, 'round')} in {self.seconds:.0f} s"
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def main() -> int:
     parser.add_argument("--cost", action="store_true", help="measure what one worker costs; nothing dies")
     asked = parser.parse_args()
     torch = f"torch {version('torch')}"
-    machine = f"{platform.system()} {platform.machine()}, {counted(os.cpu_count() or 1, 'core')}"
+    machine = f"{platform.system()} {platform.machine()}, {plural(os.cpu_count() or 1, 'core')}"
     if asked.cost:
         print(f"{torch}, {machine}; {RANKS} ranks, {STEPS} steps of each kind", flush=True)
         for case in COSTS:
@@ -186,7 +186,7 @@ def _steps(number: int, store: str, model: str, layout: str, found: Any) -> None
     backends = []
     for name, group in groups.items():
         options = gloo._Options()
-        options._devices, options._threads = [gloo.create_device(interface=os.environ[GLOO])], 2
+        options._devices, options._threads = [gloo.create_device(interface=os.environ[GLOO_INTERFACE_ENV])], 2
         two = gloo(PrefixStore(name, met), group.rank(), group.size(), options)
         backends.append((group, (kinds.GLOO, group._get_backend(cpu)), (kinds.CUSTOM, two)))
     times: tuple[list[float], list[float]] = ([], [])

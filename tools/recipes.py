@@ -18,10 +18,11 @@ from msgspec import structs
 from fivefold.dry.run import dryrun
 from fivefold.job.config import Job, read_job
 from fivefold.job.toml_writer import comment
-from fivefold.planner.goodput import GoodputRun, failures_of
+from fivefold.planner.failure_costs import failures_of
+from fivefold.planner.goodput import GoodputRun
+from fivefold.planner.option import Option
 from fivefold.planner.plan import simulate
-from fivefold.planner.search import Option
-from fivefold.planner.training import expected, often
+from fivefold.planner.training import expected_text, interval_reason
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 TOLERANCE = 0.05  # of the planned memory: activations are within 3% on GPUs, within 11% on CPUs; state is exact
@@ -35,14 +36,16 @@ def planned(job: Job) -> Option:
 
 
 def first_comment(job: Job) -> str:
-    return "".join(f"{line}\n" for line in comment(f"{job.model.name} on {job.run.cluster}: {expected(planned(job))}"))
+    return "".join(
+        f"{line}\n" for line in comment(f"{job.model.name} on {job.run.cluster}: {expected_text(planned(job))}")
+    )
 
 
 def saves(job: Job) -> str:
     """How often it is saved, and why."""
     option = planned(job)
     run = GoodputRun(job.train.steps, option.seconds, 0, failures_of(option, timeout=job.train.timeout))
-    return "".join(f"{line}\n" for line in [*comment(often(option, run)), f"every = {run.best}"])
+    return "".join(f"{line}\n" for line in [*comment(interval_reason(option, run)), f"every = {run.best}"])
 
 
 def write(file: Path) -> None:

@@ -49,9 +49,9 @@ else:
             try:
                 return found(*given, **options)
             except (Exception, SystemExit) as error:
-                from fivefold.support.plugins import blamed
+                from fivefold.support.plugins import plugin_error
 
-                if (of_plugin := blamed(error)) is None:
+                if (of_plugin := plugin_error(error)) is None:
                     raise
                 raise of_plugin from error
 

@@ -14,7 +14,7 @@ from fivefold.job.config import read_job as read_job
 from fivefold.layout.layout import Layout as Layout
 from fivefold.machines.doctor import doctor as doctor
 from fivefold.planner.goodput_result import goodput as goodput
-from fivefold.planner.mesh import mesh as mesh
+from fivefold.planner.mesh_picture import mesh as mesh
 from fivefold.planner.plan import plan as plan
 from fivefold.planner.plan import simulate as simulate
 from fivefold.planner.serve import serve as serve

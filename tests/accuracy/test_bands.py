@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 
 from fivefold.accuracy.coverage import Residual, band_of, cover, coverage_of, quantile
-from fivefold.planner.error_range import SHARE
+from fivefold.planner.error_range import COVERAGE
 
 
 def drawn(seed: int, sources: int, bias: float = 0.08, noise: float = 0.05, shift: float = 0.0) -> list[Residual]:
@@ -25,12 +25,12 @@ def test_a_new_source_lies_inside_as_often_as_promised() -> None:
     for world in range(25):
         band = band_of(drawn(world, 16, shift=0.03))
         inside += [cover("new", [row], band).inside for row in drawn(1000 + world, 40, shift=0.03)[::5]]
-    assert SHARE - 0.02 < fmean(inside) < SHARE + 0.08
+    assert COVERAGE - 0.02 < fmean(inside) < COVERAGE + 0.08
 
 
 def test_leaving_sources_out_measures_the_same() -> None:
     measured = [fmean(one.inside for one in coverage_of(drawn(world, 16))) for world in range(8)]
-    assert SHARE - 0.04 < fmean(measured) < SHARE + 0.08
+    assert COVERAGE - 0.04 < fmean(measured) < COVERAGE + 0.08
 
 
 def test_a_source_of_many_rows_does_not_drown_the_others() -> None:

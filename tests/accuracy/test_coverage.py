@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from fivefold.accuracy.cases import DATA, read_rows
 from fivefold.accuracy.coverage import coverage, first_sight, h200_steps, own_memory, own_times
 from fivefold.cli import app
-from fivefold.planner.error_range import SHARE, bands
+from fivefold.planner.error_range import COVERAGE, bands
 from fivefold.support.errors import UserError
 
 
@@ -31,7 +31,7 @@ def test_one_s_own_runs_are_held_against_the_ranges_of_plans(mine: Path) -> None
     assert [one.rows for one in found.memory] == [15]
     assert all(one.inside + one.below + one.above == pytest.approx(1) for one in found.time)
     shown = json.loads(json.dumps(found.to_dict()))
-    assert shown["share"] == SHARE
+    assert shown["share"] == COVERAGE
     assert shown["mean"] == found.mean
     assert "that plans print" in str(found)
     with pytest.raises(UserError, match="remove --data"):
@@ -41,7 +41,7 @@ def test_one_s_own_runs_are_held_against_the_ranges_of_plans(mine: Path) -> None
 def test_what_does_not_go_with_coverage_is_refused(mine: Path) -> None:
     ran = CliRunner().invoke(app, ["accuracy", "--coverage", "--fit"])
     assert isinstance(ran.exception, UserError)
-    assert "leave --fit out" in str(ran.exception)
+    assert "remove --fit" in str(ran.exception)
     ran = CliRunner().invoke(app, ["accuracy", "--write"])
     assert "--fit or --coverage" in str(ran.exception)
 

@@ -18,7 +18,7 @@ from fivefold.job.preflight import preflight
 from fivefold.parallel.collectives import digest, full_tensor
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
-from fivefold.support.files import hashed
+from fivefold.support.files import hash_file
 from fivefold.trainer import loop
 from fivefold.trainer.checkpointing import Checkpoints
 from fivefold.trainer.loop import Trainer
@@ -110,7 +110,7 @@ def resealed(path: Path, **changes: Any) -> None:
     """What a checkpoint says of itself, changed, with the sums of its files as they are and a seal that holds."""
     table = json.loads((path / MANIFEST).read_bytes()) | changes
     if "files" not in changes:
-        table["files"] = [msgspec.to_builtins(hashed(path / file["name"])) for file in table["files"]]
+        table["files"] = [msgspec.to_builtins(hash_file(path / file["name"])) for file in table["files"]]
     table["seal"] = ""
     table["seal"] = hashlib.sha256(msgspec.json.encode(table)).hexdigest()
     (path / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(table)) + b"\n")

@@ -278,7 +278,7 @@ def test_steps_that_wait_for_the_disk_say_so_once(
     monkeypatch.setattr(run.keeper.saver, "start", started)
     monkeypatch.setattr(run.keeper.saver, "finish", finished)
     monkeypatch.setattr(save, "write", slow)
-    monkeypatch.setattr(checkpointing, "_LONG_WAIT", 0.1)
+    monkeypatch.setattr(checkpointing, "_REPORTED_WAIT", 0.1)
     run.trainer.run([], checkpointing=run.keeper)
     (said,) = run.said
     sentence = r"step 4 waited \d+\.\d s for the disk: .* took \d+\.\d s to write; with .*every=(\d+) .*"

@@ -12,7 +12,7 @@ from fivefold.checkpoint.inspect import list_checkpoints, show_checkpoint, verif
 from fivefold.checkpoint.load import newest
 from fivefold.checkpoint.manifest import MANIFEST, Checkpoint
 from fivefold.checkpoint.store import Store
-from fivefold.checkpoint.tensors import TABLE
+from fivefold.checkpoint.tensors import TABLE_FILE
 from fivefold.support.errors import Note
 from tests.checkpoint.runs import Run, small_job
 
@@ -49,7 +49,7 @@ def _put(file: Path, place: int, byte: int) -> None:
         stream.write(bytes([byte]))
 
 
-@pytest.mark.parametrize("name", [MANIFEST, TABLE])
+@pytest.mark.parametrize("name", [MANIFEST, TABLE_FILE])
 @pytest.mark.parametrize("every", [SAMPLE, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_the_checkpoint_before(trained: Run, name: str, every: int) -> None:
     store = trained.keeper.store
@@ -73,7 +73,7 @@ def test_a_run_goes_on_from_the_checkpoint_before(trained: Run, name: str, every
     print(f"{tried} flips of {name}, {same} of them change nothing")
 
 
-@pytest.mark.parametrize("name", [MANIFEST, TABLE])
+@pytest.mark.parametrize("name", [MANIFEST, TABLE_FILE])
 @pytest.mark.parametrize("every", [SAMPLE, pytest.param(13, marks=pytest.mark.slow)])
 def test_commands_say_which_is_damaged(trained: Run, name: str, every: int) -> None:
     run = trained.keeper.store.directory.parent
@@ -85,7 +85,7 @@ def test_commands_say_which_is_damaged(trained: Run, name: str, every: int) -> N
             continue
         assert name in checked.problems["step-00000002"][0], where
         rows = list_checkpoints(run).checkpoints
-        assert [row["complete"] for row in rows] == [True, name == TABLE], where
+        assert [row["complete"] for row in rows] == [True, name == TABLE_FILE], where
         with warnings.catch_warnings(record=True) as notes:
             warnings.simplefilter("always")
             assert find(run).step == (1 if name == MANIFEST else 2), where

@@ -249,7 +249,7 @@ def test_no_more_than_a_part_is_in_memory(tmp_path: Path) -> None:
 
 
 def both_ways(rank: int, world: int, folder: Path, whole: int) -> tuple[int, int, int]:
-    hf._MAX_HELD = 8 << 20
+    hf._MAX_HELD_BYTES = 8 << 20
     imported = growth(lambda: import_hf(folder / "in", folder / "run", quiet))
     one = find(folder / "run")
     spec = job_of(one).model

@@ -70,7 +70,7 @@ def rewritten(directory: Path, tensors: dict[str, Tensor], **settings: Any) -> N
 def test_imported_and_exported_again_it_is_transformers_own(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf, "_MAX_HELD", 2500)  # so that experts of one parameter are in several parts
+    monkeypatch.setattr(hf, "_MAX_HELD_BYTES", 2500)  # so that experts of one parameter are in several parts
     model = made(case, tmp_path / "in")
     wanted = logits(model)
     assert torch.allclose(ours(tmp_path / "in"), wanted, atol=1e-5)

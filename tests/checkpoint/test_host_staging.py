@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fivefold.checkpoint.shards import Shard
-from fivefold.checkpoint.staging import PAGE, Staging
+from fivefold.checkpoint.staging import PAGE_BYTES, Staging
 from fivefold.job.config import read_job
 from fivefold.parallel.mesh import Mesh
 from fivefold.support.errors import TrainingError
@@ -30,7 +30,7 @@ def test_a_snapshot_keeps_what_was_in_memory_of_its_own() -> None:
         snapshot.wait()
         kept = {name: piece.make() for name, piece in snapshot.shards.items()}
         assert all(torch.equal(kept[name], was[name]) for name in was)
-        assert all(one.data_ptr() % PAGE == 0 for one in kept.values())
+        assert all(one.data_ptr() % PAGE_BYTES == 0 for one in kept.values())
         places.append([one.data_ptr() for one in kept.values()])
     assert places[0] == places[1]
 
@@ -59,11 +59,11 @@ def test_memory_is_made_once_and_a_rank_without_pieces_needs_none(monkeypatch) -
     place = staging.take(pieces).shards["a"].make().data_ptr()
     staging.prepare(pieces)  # what a GPU has locked must not move
     assert staging.take(pieces).shards["a"].make().data_ptr() == place
-    assert made == [2 * PAGE]
+    assert made == [2 * PAGE_BYTES]
     nobody = Staging(CPU)
     for _ in range(2):
         assert nobody.take({}).shards == {}
-    assert made == [2 * PAGE]
+    assert made == [2 * PAGE_BYTES]
 
 
 class Event:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fivefold.checkpoint.find import find
-from fivefold.checkpoint.load import boxes_of, reshard
+from fivefold.checkpoint.reshard import boxes_of, reshard
 from fivefold.checkpoint.shards import stored_buffers
 from fivefold.checkpoint.store import Store
 from fivefold.layout.layout import Layout

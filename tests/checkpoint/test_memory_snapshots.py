@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fivefold.checkpoint import memory_snapshots
-from fivefold.checkpoint.filesystem import Directories
+from fivefold.checkpoint.checksums import checksum_of_chunks, segments
 from fivefold.checkpoint.manifest import Damaged
 from fivefold.checkpoint.memory_load import hashing_rank
 from fivefold.checkpoint.memory_snapshots import (
@@ -22,7 +22,7 @@ from fivefold.checkpoint.memory_snapshots import (
     ranks_by_node,
     snapshot_dir,
 )
-from fivefold.checkpoint.tensors import segments, sum_of
+from fivefold.checkpoint.storage import Directories
 
 FILES = ["rank-0.tensors", "rank-1.tensors", "rank-2.tensors", "rank-3.tensors", "tensors.json"]
 
@@ -174,7 +174,7 @@ def test_memory_is_of_this_user_alone_and_no_link_is_followed(tmp_path: Path, mo
 
 
 def summed(data: bytearray, chunks: list[tuple[int, int]]) -> str:
-    return sum_of(chunks, lambda start, size: memoryview(data)[start : start + size])
+    return checksum_of_chunks(chunks, lambda start, size: memoryview(data)[start : start + size])
 
 
 def test_every_flipped_bit_of_a_chunk_changes_the_sum() -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from fivefold.checkpoint import object_storage
-from fivefold.checkpoint.filesystem import reach, storage_of
 from fivefold.checkpoint.find import find
 from fivefold.checkpoint.inspect import list_checkpoints, verify_checkpoints
 from fivefold.checkpoint.load import load
@@ -22,11 +21,12 @@ from fivefold.checkpoint.manifest import Checkpoint, Manifest
 from fivefold.checkpoint.retention import prune, retain
 from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.shards import Shard
+from fivefold.checkpoint.storage import check_storage_is_writable, storage_of
 from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job, to_toml
 from fivefold.launch.processes import RankError
 from fivefold.support.errors import UserError
-from fivefold.support.places import Place, RemotePlace, place_of, remote_of
+from fivefold.support.storage_place import Place, RemotePlace, place_of, remote_of
 from fivefold.trainer.directories import complete, home, run_directory
 from tests.checkpoint.runs import Run, small_job, train
 from tests.commands import fivefold, here
@@ -59,7 +59,7 @@ def names(found: list[Any]) -> list[str]:
 
 def test_a_store_is_what_it_is_on_a_disk(place: RemotePlace) -> None:
     store = Store(place / "run" / "checkpoints")
-    assert store.complete() == store.incomplete() == store.aside() == []
+    assert store.complete() == store.incomplete() == store.set_aside_folders() == []
     for step in range(1, 6):
         save(store, step)
     cut = half(store, 9)
@@ -69,16 +69,16 @@ def test_a_store_is_what_it_is_on_a_disk(place: RemotePlace) -> None:
     assert store.incomplete() == [cut]
     assert store.set_aside(cut, "incomplete").name == "step-00000009.incomplete"
     assert store.set_aside(store.complete()[0].path, "damaged").name == "step-00000005.damaged"
-    assert names(store.aside()) == ["step-00000005.damaged", "step-00000009.incomplete"]
+    assert names(store.set_aside_folders()) == ["step-00000005.damaged", "step-00000009.incomplete"]
     assert store.new(9).name == "step-00000009.2"  # what is set aside keeps its keys
     later = half(store, 10)
     assert names(retain(store, keep=1, every=2)) == ["step-00000003", "step-00000001"]
     assert names(store.complete()) == ["step-00000004", "step-00000002"]
-    assert not store.storage.holds(later)
+    assert not store.storage.folder_exists(later)
     store.set_aside(half(store, 11), "incomplete")
     prune(store)
-    assert names(store.aside()) == ["step-00000005.damaged", "step-00000011.incomplete"]
-    assert not store.storage.exists(store.directory / "step-00000009.incomplete")
+    assert names(store.set_aside_folders()) == ["step-00000005.damaged", "step-00000011.incomplete"]
+    assert not store.storage.file_exists(store.directory / "step-00000009.incomplete")
     for path in (place / "run", place / "run" / "checkpoints", store.complete()[0].path):
         assert find(str(path)).step == 4
     assert [row["name"] for row in list_checkpoints(str(place / "run")).checkpoints] == names(store.complete())[::-1]
@@ -91,7 +91,7 @@ def test_what_a_kill_left_half_deleted_goes_with_the_next(place: RemotePlace) ->
     store.storage.rename(path, path.with_name("step-00000001.deleting"))
     assert names(store.complete()) == ["step-00000002"]
     prune(store)
-    assert not store.storage.holds(path)
+    assert not store.storage.folder_exists(path)
     assert store.new(1) == path
 
 
@@ -114,7 +114,7 @@ def test_harm_is_named_by_file(place: RemotePlace, content: Any, said: str) -> N
 
 
 def test_only_the_rows_that_are_needed_are_read(place: RemotePlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_storage, "_READ_AHEAD", 64)
+    monkeypatch.setattr(object_storage, "_READ_AHEAD_BYTES", 64)
     whole = torch.arange(4096.0).reshape(64, 64)
     checkpoint = Checkpoint(save(Store(place), 1, whole))
     assert checkpoint.tensors
@@ -146,7 +146,7 @@ def test_a_run_of_two_ranks_that_is_killed_goes_on_in_another_layout(tokens: Pat
     assert sorted(second) == [3, 4, 5, 6]
     for step, numbers in second.items():
         assert numbers == pytest.approx(want[step], rel=1e-9)
-    assert names(Store(url).aside()) == ["step-00000004.incomplete"]
+    assert names(Store(url).set_aside_folders()) == ["step-00000004.incomplete"]
     assert names(Store(url).complete()) == ["step-00000006", "step-00000004.2"]
 
 
@@ -192,7 +192,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_a_silent_server_is_not_damage(
         patch.setattr(store.storage.driver, "cat_file", broken)  # type: ignore[attr-defined]
         with pytest.raises(UserError, match=r"cannot read .*step-00000002/manifest.json: connection reset"):
             Run(job, 1, url).keeper.restore()
-    assert not store.aside()
+    assert not store.set_aside_folders()
     run = Run(job, 1, url)
     assert run.keeper.restore() is not None
     assert run.trainer.done == 1
@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_a_silent_server_is_not_damage(
 
 
 def test_every_question_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_storage, "_TIMEOUT", 0.1)
+    monkeypatch.setattr(object_storage, "_CALL_TIMEOUT", 0.1)
     with pytest.raises(TimeoutError, match="the storage has not answered for 0 s"):
         object_storage.call_driver(lambda: time.sleep(3))
 
@@ -224,19 +224,19 @@ def test_a_runs_home_is_below_the_url(tokens: Path, tmp_path: Path, monkeypatch:
         return small_job(tokens, f"checkpoint.url={url}", *changes)
 
     here, again = {"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}
-    first = run_directory(job(f"run.dir={tmp_path}/one"), False, here)
+    first = run_directory(job(f"run.dir={tmp_path}/one"), fresh=False, env=here)
     assert first == tmp_path / "one" / "run"
     assert str(home(job(), first)) == f"{url}/run"
     save(Store(home(job(), first) / "checkpoints"), 1)
     other = job(f"run.dir={tmp_path}/two")
-    assert run_directory(other, False, {}) == tmp_path / "two" / "run"
-    assert run_directory(job(f"run.dir={tmp_path}/three"), True, here) == tmp_path / "three" / "run-2"
+    assert run_directory(other, fresh=False, env={}) == tmp_path / "two" / "run"
+    assert run_directory(job(f"run.dir={tmp_path}/three"), fresh=True, env=here) == tmp_path / "three" / "run-2"
     # The identity has run.dir in it, so that the restarted one is that of the same job.
     monkeypatch.chdir(tmp_path)
-    begun = run_directory(job("run.name=second"), True, here)
+    begun = run_directory(job("run.name=second"), fresh=True, env=here)
     save(Store(home(job(), begun) / "checkpoints"), 1)
     begun.rename(tmp_path / "gone")
-    assert run_directory(job("run.name=second"), True, again) == begun
+    assert run_directory(job("run.name=second"), fresh=True, env=again) == begun
     assert begun.is_dir()
 
 
@@ -245,7 +245,7 @@ def test_checkpoints_on_disk_are_not_left_for_a_place_without_any(tokens: Path, 
     save(Store(tmp_path / "run" / "checkpoints"), 1)
     job = small_job(tokens, f"checkpoint.url=memory:/{tmp_path}", f"run.dir={tmp_path}")
     with pytest.raises(UserError, match=r"run/checkpoints has checkpoints, and memory:/.*/run has none; 'fivefold che"):
-        run_directory(job, False, {})
+        run_directory(job, fresh=False, env={})
 
 
 @pytest.mark.parametrize("now", ["", "memory:/{}/new"])
@@ -290,10 +290,10 @@ def test_commands_take_urls(tokens: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_place_that_takes_no_files_is_said_before_a_run(place: RemotePlace) -> None:
-    reach(str(place))
-    assert not storage_of(place).holds(place)
+    check_storage_is_writable(str(place))
+    assert not storage_of(place).folder_exists(place)
     with pytest.raises(UserError, match=r"checkpoint.url=file:///proc/none cannot be used"):
-        reach("file:///proc/none")
+        check_storage_is_writable("file:///proc/none")
     assert isinstance(place_of(str(place)), RemotePlace)
 
 

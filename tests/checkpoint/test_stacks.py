@@ -11,7 +11,7 @@ from fivefold.checkpoint.manifest import Checkpoint, Manifest
 from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.shards import Shard
 from fivefold.checkpoint.store import Store
-from fivefold.layout.buckets import buckets
+from fivefold.layout.bucket_plan import buckets
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import Box, LocalParam, tensor_shard
 from fivefold.parallel.buckets import slots_of

@@ -9,17 +9,17 @@ from fivefold.checkpoint.find import find
 from fivefold.checkpoint.manifest import MANIFEST, Manifest
 from fivefold.checkpoint.retention import retain
 from fivefold.checkpoint.store import Store
-from fivefold.checkpoint.tensors import TABLE, Chunk, Stored
+from fivefold.checkpoint.tensors import TABLE_FILE, Chunk, Stored
 from fivefold.support.errors import UserError
-from fivefold.support.files import hashed
+from fivefold.support.files import hash_file
 
 
 def save(store: Store, step: int, text: str = "weights", finish: bool = True) -> Path:
     path = store.new(step)
     (path / "rank-0.tensors").write_text(text)
     table = {"model.a": Stored((len(text),), "uint8", (Chunk((0,), (len(text),), "rank-0.tensors", 0, len(text)),))}
-    (path / TABLE).write_bytes(msgspec.json.encode(table))
-    files = [hashed(file) for file in path.iterdir()]
+    (path / TABLE_FILE).write_bytes(msgspec.json.encode(table))
+    files = [hash_file(file) for file in path.iterdir()]
     manifest = Manifest(fivefold="0", torch="0", step=step, samples=0, updates=0, optimizer=True, data="", job={},
                         files=files)  # fmt: skip
     return store.commit(path, manifest).path if finish else path
@@ -70,7 +70,7 @@ def test_of_saves_that_were_never_finished_the_newest_set_aside_stays(tmp_path: 
     save(store, 13)
     half = save(store, 14, finish=False)  # of this run, and nobody is at it any more
     retain(store, keep=1, every=0)
-    assert [path.name for path in store.aside()] == [
+    assert [path.name for path in store.set_aside_folders()] == [
         "mine.incomplete", "step-00000001.damaged", "step-00000012.incomplete-12"
     ]  # fmt: skip
     assert not half.exists()
@@ -115,7 +115,7 @@ def test_set_aside_moves_the_link_and_deletes_nothing(tmp_path: Path) -> None:
     assert store.set_aside(second, "damaged").name == "step-00000002.damaged"
     assert (tmp_path / "latest").resolve() == first
     assert store.set_aside(save(store, 2), "damaged").name == "step-00000002.damaged-2"
-    assert len(store.aside()) == 2
+    assert len(store.set_aside_folders()) == 2
     store.set_aside(first, "damaged")
     assert not (tmp_path / "latest").exists()
 

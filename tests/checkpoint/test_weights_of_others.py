@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fivefold.checkpoint import hf_extras
-from fivefold.checkpoint.find import find, stored
+from fivefold.checkpoint.find import find, stored_job
 from fivefold.checkpoint.hf import import_hf
-from fivefold.checkpoint.hf_extras import CARRIED
+from fivefold.checkpoint.hf_extras import CARRIED_FILES
 from fivefold.cli import app
 from fivefold.data.prepare import prepare
 from fivefold.job.config import read_job
-from fivefold.job.fine_tuning import SOURCE, tuned
+from fivefold.job.fine_tuning import TULU_SOURCE, fine_tuning_job
 from fivefold.job.recipes import Choice
 from fivefold.spec.presets import preset
 from fivefold.support.errors import Note, UserError
@@ -118,9 +118,9 @@ def test_the_job_of_an_import_fine_tunes_by_a_recipe_that_it_names(own: Path, tm
     said = here("hf", "import", own / "hf", "-o", tmp_path / "run")
     assert f"fivefold train {tmp_path / 'run'}/job.toml data.path=TOKENS" in said
     assert f"fivefold data prepare TEXT -o TOKENS --tokenizer {tmp_path / 'run'}" in said
-    assert SOURCE in (tmp_path / "run" / "job.toml").read_text()
+    assert TULU_SOURCE in (tmp_path / "run" / "job.toml").read_text()
     job = read_job(tmp_path / "run" / "job.toml")
-    assert job == stored(find(tmp_path / "run"))
+    assert job == stored_job(find(tmp_path / "run"))
     assert (job.optimizer.lr, job.optimizer.weight_decay, job.optimizer.warmup) == (5e-6, 0.0, 9)
     assert (job.optimizer.schedule, job.optimizer.decay, job.optimizer.final) == ("wsd", 1.0, 0.0)
     assert (job.train.dtype, job.data.seq, job.train.batch) == ("bfloat16", 64, 128)
@@ -135,7 +135,7 @@ def test_the_job_of_an_import_fine_tunes_by_a_recipe_that_it_names(own: Path, tm
 def test_a_larger_model_takes_a_lower_rate_and_no_sequence_is_longer_than_the_context(
     name: str, lr: float, seq: int
 ) -> None:
-    job, choices = tuned(preset(name), Choice("bfloat16", ""))
+    job, choices = fine_tuning_job(preset(name), Choice("bfloat16", ""))
     assert (job.optimizer.lr, job.data.seq) == (lr, seq)
     assert not job.problems(world=1)
     assert "Tulu 3" in choices["optimizer.lr"].why
@@ -170,7 +170,7 @@ def test_what_lay_beside_the_weights_comes_out_again_though_the_source_is_gone(t
     shutil.rmtree(directory)
     here("checkpoint", "reshard", tmp_path / "first", "--layout", "dp=2,zero=1", "-o", tmp_path / "run")
     here("hf", "export", tmp_path / "run", "-o", tmp_path / "out")
-    names = [name for name in CARRIED if (kept / name).exists()]
+    names = [name for name in CARRIED_FILES if (kept / name).exists()]
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
             "special_tokens_map.json"} <= {*names}  # fmt: skip
     for name in names:
@@ -301,7 +301,7 @@ def test_weights_that_are_gone_or_of_another_model_are_sentences_and_a_moved_run
     import_hf(own / "hf", run, quiet)
     given = ["--check", f"data.path={own / 'tokens'}", *SMALL]
     said = refusal("train", run / "job.toml", "--fresh", "model.layers=1", *given)
-    assert "are those of another model: model.layers: 2 -> 1" in said
+    assert "belong to another model: model.layers: 2 -> 1" in said
     run.rename(tmp_path / "moved")
     moved = here("train", tmp_path / "moved", "--fresh", *given)
     assert tomllib.loads(moved)["run"]["weights"] == str(tmp_path / "moved" / "checkpoints" / "step-00000000")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fivefold.checkpoint import save
 from fivefold.checkpoint import save as writer
+from fivefold.checkpoint.async_save import NotSaved
 from fivefold.checkpoint.load import load
 from fivefold.checkpoint.manifest import Checkpoint, Manifest
 from fivefold.checkpoint.save import write
@@ -21,7 +22,7 @@ from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
 from fivefold.launch import host
 from fivefold.parallel.control import Control
-from fivefold.support.files import HashedFile, hashed
+from fivefold.support.files import HashedFile, hash_file
 from tests.checkpoint.runs import loaded, small_job, train
 from tests.ranks import run_ranks
 
@@ -48,7 +49,7 @@ def manifest() -> Manifest:
 
 @pytest.fixture
 def three_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "LEAST", 1 << 10)
+    monkeypatch.setattr(writer, "MIN_FILE_BYTES", 1 << 10)
     monkeypatch.setattr(save, "for_files", lambda: 3)
 
 
@@ -58,7 +59,7 @@ def test_several_files_hold_every_bit_and_their_sums_are_of_what_is_on_the_disk(
     path = write(Store(tmp_path), Alone(), pieces(of), manifest())
     found = Checkpoint(path).manifest.files
     assert [file.name for file in found] == [*(f"rank-0.{number}.tensors" for number in range(3)), "tensors.json"]
-    assert found == [hashed(path / file.name) for file in found]
+    assert found == [hash_file(path / file.name) for file in found]
     assert not Checkpoint(path).damage()
     sizes = sorted(file.bytes for file in found[:-1])
     assert sizes[0] > 15_000  # the two matrices; the table, the largest by far, is by itself
@@ -80,7 +81,7 @@ def test_what_fails_in_one_of_the_files_fails_the_save(
         return real(stream, data)
 
     monkeypatch.setattr(HashedFile, "write", refuse)
-    with pytest.raises(save.NotSaved, match=f"No space left on device.*go into {tmp_path}"):
+    with pytest.raises(NotSaved, match=f"No space left on device.*go into {tmp_path}"):
         write(Store(tmp_path), Alone(), pieces(tensors()), manifest())
     assert not list(tmp_path.iterdir())  # nothing half is left
 
@@ -117,7 +118,7 @@ def test_a_process_does_not_wait_for_its_threads() -> None:
 
 def train_in_parts(rank: int, world: int, job: Job, path: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "LEAST", 1 << 12)
+        patch.setattr(writer, "MIN_FILE_BYTES", 1 << 12)
         patch.setattr(save, "for_files", lambda: 3)
         return train(rank, world, job, path)
 
@@ -148,7 +149,7 @@ def test_the_system_may_take_less_of_a_write_than_it_is_given(tmp_path: Path, mo
     assert real.tell() == 10_000
     real.close()
     assert (tmp_path / "file.tensors").read_bytes() == data
-    assert real.file == hashed(tmp_path / "file.tensors")
+    assert real.file == hash_file(tmp_path / "file.tensors")
 
 
 class Sips:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fivefold.trainer.restart_time import FILE, Recovered
+from fivefold.trainer.restart_time import RECOVERIES_FILE, Recovered
 from tests.cluster.conftest import FAST, losses
 from tests.cluster.slurm import Slurm
 from tests.commands import fivefold
@@ -64,7 +64,7 @@ class Submitted:
 
     @property
     def recoveries(self) -> list[Recovered]:
-        file = self.run / FILE
+        file = self.run / RECOVERIES_FILE
         lines = file.read_bytes().splitlines() if file.exists() else []
         return [msgspec.json.decode(line, type=Recovered) for line in lines]
 

@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.data import integrity as cache_module
 from fivefold.data.batch import read_batch
-from fivefold.data.index import CHUNK
+from fivefold.data.index import CHUNK_BYTES
 from fivefold.data.integrity import CheckedData, Checker, findings, verify
 from fivefold.data.prepare import prepare
 from fivefold.data.shards import TokenShards
@@ -25,8 +25,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two shards of two and a half chunks each."""
     folder = tmp_path_factory.mktemp("large")
     for name in "ab":
-        (folder / f"{name}.txt").write_bytes(os.urandom(5 * CHUNK // 4))
-    prepare([folder], folder / "out", shard_tokens=CHUNK)
+        (folder / f"{name}.txt").write_bytes(os.urandom(5 * CHUNK_BYTES // 4))
+    prepare([folder], folder / "out", shard_tokens=CHUNK_BYTES)
     return folder / "out"
 
 
@@ -47,18 +47,18 @@ def flip(path: Path, at: int) -> None:
 
 def settle(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files just written count as old."""
-    monkeypatch.setattr(cache_module, "_SETTLED", 0)
+    monkeypatch.setattr(cache_module, "_SETTLED_NS", 0)
 
 
 def test_damage_is_named_with_file_and_chunk(store: Path) -> None:
     assert findings(TokenStore.open(store)) == []
-    flip(store / "train-00001.tokens", CHUNK + 77)
+    flip(store / "train-00001.tokens", CHUNK_BYTES + 77)
     (found,) = findings(TokenStore.open(store))
-    assert (found.file, found.ranges) == ("train-00001.tokens", [(CHUNK, 2 * CHUNK)])
-    assert f"damaged, within bytes {CHUNK} to {2 * CHUNK - 1} of" in found.sentence
-    flip(store / "train-00001.tokens", 2 * CHUNK + 1)  # neighbours are one range
+    assert (found.file, found.ranges) == ("train-00001.tokens", [(CHUNK_BYTES, 2 * CHUNK_BYTES)])
+    assert f"damaged, within bytes {CHUNK_BYTES} to {2 * CHUNK_BYTES - 1} of" in found.sentence
+    flip(store / "train-00001.tokens", 2 * CHUNK_BYTES + 1)  # neighbours are one range
     (found,) = findings(TokenStore.open(store))
-    assert found.ranges == [(CHUNK, TokenStore.open(store).index.splits["train"][1].token_file.bytes)]
+    assert found.ranges == [(CHUNK_BYTES, TokenStore.open(store).index.splits["train"][1].token_file.bytes)]
 
 
 def test_twenty_thousand_flipped_bits_are_found(store: Path) -> None:
@@ -126,7 +126,7 @@ def test_the_end_of_a_run_checks_what_was_read(
     store: Path, tmp_path_factory: pytest.TempPathFactory, sums: bool
 ) -> None:
     """The rest of a large set is left for another time."""
-    flip(store / "train-00001.tokens", CHUNK + 8)
+    flip(store / "train-00001.tokens", CHUNK_BYTES + 8)
     if not sums:
         as_before(store)
     opened = TokenStore.open(store)
@@ -135,11 +135,11 @@ def test_the_end_of_a_run_checks_what_was_read(
     opened.split("train").read(0, 1000)
     checker.finish()
     assert checker.findings == []
-    at = first.tokens + CHUNK // 2
+    at = first.tokens + CHUNK_BYTES // 2
     opened.split("train").read(at, at + 10)
     checker.finish()
     (found,) = checker.findings
-    assert found.ranges == [(CHUNK, 2 * CHUNK) if sums else (0, second.token_file.bytes)]
+    assert found.ranges == [(CHUNK_BYTES, 2 * CHUNK_BYTES) if sums else (0, second.token_file.bytes)]
 
 
 def test_a_shard_cut_off_in_mid_run_is_a_sentence_and_no_signal(store: Path) -> None:

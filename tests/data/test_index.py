@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fivefold.data.index import CHUNK, UNSEALED, DataIndex, is_prepared, read_index
+from fivefold.data.index import CHUNK_BYTES, UNSEALED_VERSION, DataIndex, is_prepared, read_index
 from fivefold.data.prepare import prepare
 from fivefold.data.tokens import TokenStore
 from fivefold.support.errors import UserError
@@ -126,7 +126,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(copy: Path, few: int) -> No
 def as_before(path: Path) -> None:
     """The index as releases wrote it that knew no seal and no sums."""
     table = json.loads((path / "index.json").read_text())
-    table["version"] = UNSEALED
+    table["version"] = UNSEALED_VERSION
     del table["seal"]
     for shard in (shard for shards in table["splits"].values() for shard in shards):
         for file in (shard[kind] for kind in ("token_file", "document_file", "loss_file") if shard[kind]):
@@ -145,5 +145,5 @@ def test_sums_of_chunks_stay_small(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(3 << 21))
     prepare([tmp_path / "a.txt"], tmp_path / "out")
     (shard,) = read_index(tmp_path / "out").splits["train"]
-    assert shard.token_file.bytes // CHUNK == 3
+    assert shard.token_file.bytes // CHUNK_BYTES == 3
     assert len(shard.token_file.chunks) == 4 * 8

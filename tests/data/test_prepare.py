@@ -132,7 +132,7 @@ def test_long_documents_are_cut_where_the_tokenizer_does_not_notice(tmp_path: Pa
     import tokenizers
 
     line = "for name in names:  # é\n    print(name)\nx = 1\n\n"
-    text = line * (5 * pieces.PIECE // len(line) // 2)
+    text = line * (5 * pieces.PIECE_SIZE // len(line) // 2)
     (tmp_path / "long.txt").write_text(text)
     summary = prepare([tmp_path / "long.txt"], tmp_path / "out", tokenizer=bpe)
     assert summary.documents == 1
@@ -143,11 +143,11 @@ def test_long_documents_are_cut_where_the_tokenizer_does_not_notice(tmp_path: Pa
 
 def test_pieces_join_to_the_text_whatever_its_line_ends() -> None:
     for line in ("x" * 70, "\n", "a \n ", "é" * 1000 + "\n", "a\n"):
-        text = line * (3 * pieces.PIECE // len(line))
+        text = line * (3 * pieces.PIECE_SIZE // len(line))
         parts = list(pieces.in_pieces([text[:1000], text[1000:]]))
         assert "".join(parts) == text
         assert len(parts) >= 3
-        assert max(map(len, parts)) <= pieces.PIECE
+        assert max(map(len, parts)) <= pieces.PIECE_SIZE
 
 
 def test_segments_and_prompts_mask_the_loss(tmp_path: Path, jsonl: Jsonl) -> None:

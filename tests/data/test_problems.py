@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fivefold.data import documents
+from fivefold.data import documents, text_sources
 from fivefold.data.prepare import prepare
 from fivefold.support.errors import UserError
 from tests.refusals import refusal, same_words
@@ -187,7 +187,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_a_file_that_becomes_a_pipe_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "a.txt")
-    monkeypatch.setattr(documents, "irregular", lambda mode: None)
+    monkeypatch.setattr(text_sources, "irregular", lambda mode: None)
     assert "it is a FIFO" in str(refused(tmp_path / "a.txt"))
 
 
@@ -209,7 +209,7 @@ def test_a_directory_that_cannot_be_listed_is_not_passed_over(tmp_path: Path, mo
 def test_a_line_that_is_too_long_is_named_and_those_after_it_are_read(
     jsonl: Jsonl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gzip: bool
 ) -> None:
-    monkeypatch.setattr(documents, "LONGEST", 1 << 20)
+    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 1 << 20)
     long = {"text": "x" * (3 << 20)}
     error = refused(jsonl({"text": "a"}, long, b"?", long, gzip=gzip))
     assert error.codes == ["record.long", "record.syntax", "record.long"]
@@ -219,7 +219,7 @@ def test_a_line_that_is_too_long_is_named_and_those_after_it_are_read(
 
 
 def test_lines_without_an_end_take_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "LONGEST", 8 << 20)
+    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 8 << 20)
     (tmp_path / "bomb.jsonl.gz").write_bytes(gzip_module.compress(b'{"text": "' + bytes(256 << 20), 1))
     tracemalloc.start()
     try:

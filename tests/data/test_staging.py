@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.data.prepare import prepare, staged
+from fivefold.data.prepare import prepare, staging_directory
 from fivefold.data.tokens import TokenStore
 from tests.refusals import refusal
 
@@ -46,7 +46,7 @@ def test_a_killed_run_leaves_nothing_that_looks_complete(tmp_path: Path, jsonl: 
 
 def test_what_a_living_process_writes_is_left_alone(tmp_path: Path, jsonl: Jsonl) -> None:
     path, out = jsonl({"text": "x"}), tmp_path / "out"
-    with staged(out, overwrite=True) as directory:
+    with staging_directory(out, overwrite=True) as directory:
         (directory / "index.json").write_text("mine")
         prepare([path], out)
         assert (directory / "index.json").read_text() == "mine"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.data.index import MEND
+from fivefold.data.index import REMEDY
 from fivefold.data.integrity import verify
 from fivefold.data.prepare import prepare
 from fivefold.data.tokens import TokenStore
@@ -77,7 +77,7 @@ def test_short_long_and_missing_files_are_all_named(store: Path) -> None:
     assert error.codes == ["data.file.size", "data.file.size", "data.file.missing"]
     assert [sentence.split(",")[0].removeprefix(f"{store}/train-0000") for sentence in error.problems] == [
         "1.tokens is short: 77 bytes", "2.tokens is too long: 300 bytes",
-        f"3.documents is missing: the index promises 80 bytes; {MEND.split(',')[0]}",
+        f"3.documents is missing: the index promises 80 bytes; {REMEDY.split(',')[0]}",
     ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from fivefold.data.index import read_index
 from fivefold.data.prepare import prepare
-from fivefold.data.tokenizer import foreign, load_tokenizer
+from fivefold.data.tokenizer import load_tokenizer, tokenizer_mismatches
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def test_the_same_tokenizer_saved_otherwise_is_the_same(bpe: Path, prepared: Pat
     table |= {"truncation": {"max_length": 8, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}}
     table["model"]["ignore_merges"] = None
     (tmp_path / "tokenizer.json").write_text(json.dumps(table, indent=1))
-    assert foreign(tmp_path, prepared) == []
-    assert foreign(bpe.parent, prepared) == []
+    assert tokenizer_mismatches(tmp_path, prepared) == []
+    assert tokenizer_mismatches(bpe.parent, prepared) == []
 
 
 @pytest.mark.parametrize("part", ["vocab", "merges", "pre_tokenizer", "added_tokens", "nothing"])
@@ -42,7 +42,7 @@ def test_another_way_of_making_tokens_is_named(bpe: Path, prepared: Path, tmp_pa
     else:
         table["added_tokens"].pop()
     (tmp_path / "tokenizer.json").write_text("{" if part == "nothing" else json.dumps(table))
-    (said,) = foreign(tmp_path, prepared)
+    (said,) = tokenizer_mismatches(tmp_path, prepared)
     assert f"{prepared / 'tokenizer.json'} (sha256 " in said
     assert f"--tokenizer {tmp_path}" in said
 
@@ -53,11 +53,11 @@ def test_documents_end_with_a_token_that_ends_those_of_the_model(bpe: Path, prep
     settings = tmp_path / "config.json"
     for own in (end, [0, end], 10**6, None):  # beyond the vocabulary, as published files have it, it says nothing
         settings.write_text(json.dumps({"eos_token_id": own}))
-        assert foreign(tmp_path, prepared, settings=("config.json",)) == []
+        assert tokenizer_mismatches(tmp_path, prepared, settings=("config.json",)) == []
     settings.write_text(json.dumps({"eos_token_id": [end + 1, end + 2]}))
-    (said,) = foreign(tmp_path, prepared, settings=("config.json",))
+    (said,) = tokenizer_mismatches(tmp_path, prepared, settings=("config.json",))
     assert said.code == "data.tokenizer.end"
-    assert f"end with token {end}, and those of {tmp_path} with {end + 1} or {end + 2}" in said
+    assert f"end with token {end}, and documents of {tmp_path} with {end + 1} or {end + 2}" in said
 
 
 @pytest.mark.parametrize("named", [str, lambda own: {"content": own}], ids=["text", "table"])
@@ -71,4 +71,4 @@ def test_a_model_s_own_end_token_comes_before_usual_names(bpe: Path, tmp_path: P
 
 
 def test_of_a_model_without_a_tokenizer_nothing_is_said(prepared: Path, tmp_path: Path) -> None:
-    assert foreign(tmp_path, prepared, ("tokenizer.model",)) == []
+    assert tokenizer_mismatches(tmp_path, prepared, ("tokenizer.model",)) == []

@@ -107,6 +107,16 @@ def test_an_optimizer_of_whole_matrices_is_planned_to_the_byte(model: str, layou
 
 
 @pytest.mark.parametrize(
+    ("changes", "layout"),
+    [("model.window=24", "tp=2"), ("model.sinks=true", "dp=2"), ("", "cp=2"), ("", "cp=2,cp_kind=ulysses")],
+)
+def test_documents_are_masked_without_their_values(changes: str, layout: str) -> None:
+    """Fake tensors have none, and masks of windows, sinks and cp are made of them on the host."""
+    job = job_of(f"tiny model.layers=1 data.document_mask=true {changes}", layout, 64, 4)
+    assert dry_run_rank(job, 0).traffic == vs_plan(job, dry_run_rank(job, 0), Cluster.parse("1x2xH100")).planned
+
+
+@pytest.mark.parametrize(
     "layout",
     [
         "dp=2,tp=2,zero=3,sp,recompute=selective",

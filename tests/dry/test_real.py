@@ -6,7 +6,7 @@ import torch
 from fivefold.dry.rank import dry_run_rank, empty_batch
 from fivefold.job.config import read_job
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.traffic import TrafficCounter
+from fivefold.parallel.traffic_counter import TrafficCounter
 from fivefold.trainer.engine import Engine
 from fivefold.trainer.ledger import Ledger
 from tests.ranks import run_ranks

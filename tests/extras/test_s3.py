@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from fivefold.checkpoint import object_storage
-from fivefold.checkpoint.filesystem import storage_of
+from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import Store
-from fivefold.support.places import RemotePlace, remote_of
+from fivefold.support.storage_place import RemotePlace, remote_of
 from tests.checkpoint.runs import SMALL, Run, small_job
 from tests.checkpoint.test_object_storage import names, save
 from tests.commands import fivefold
@@ -66,14 +66,14 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     env |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    object_storage._objects.cache_clear()  # sessions know their endpoint
+    object_storage._object_storage_of.cache_clear()  # sessions know their endpoint
     one = Server(port, env, getattr(request, "param", {}))
     one.start()
     if not one.more:
         one.bucket()
     yield one
     one.stop()
-    object_storage._objects.cache_clear()
+    object_storage._object_storage_of.cache_clear()
 
 
 def place(name: str) -> RemotePlace:
@@ -184,7 +184,7 @@ def test_training_goes_on_without_the_server_and_saves_when_it_is_back(
 
 
 def test_large_files_travel_in_parts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_storage, "_PART", 5 << 20)
+    monkeypatch.setattr(object_storage, "_PART_BYTES", 5 << 20)
     storage, file = storage_of(place("a")), place("a/large")
     content = bytes(range(256)) * (13 << 12)  # 13 MiB
     with storage.create(file, lambda _: None) as stream:
@@ -199,7 +199,7 @@ def test_large_files_travel_in_parts(server: Server, monkeypatch: pytest.MonkeyP
     assert part == content[7_000_001:7_001_001]
     with storage.create(place("a/half"), lambda _: None) as stream:
         stream.write(content)  # and is not finished
-    assert not storage.exists(place("a/half"))
+    assert not storage.file_exists(place("a/half"))
 
 
 @pytest.mark.parametrize("server", [{"INITIAL_NO_AUTH_ACTION_COUNT": "0"}], indirect=True)
@@ -232,13 +232,13 @@ def test_a_server_that_accepts_and_never_answers_is_not_waited_for(monkeypatch: 
         for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1",
                             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}"}.items():  # fmt: skip
             monkeypatch.setenv(name, value)
-        object_storage._objects.cache_clear()
-        monkeypatch.setattr(object_storage, "_TIMEOUT", 3.0)
+        object_storage._object_storage_of.cache_clear()
+        monkeypatch.setattr(object_storage, "_CALL_TIMEOUT", 3.0)
         start = time.monotonic()
         with pytest.raises(TimeoutError, match="the storage has not answered for 3 s"):
             Store(place("a")).complete()
         assert time.monotonic() - start < 60
-    object_storage._objects.cache_clear()
+    object_storage._object_storage_of.cache_clear()
 
 
 def test_a_bucket_of_many_things_is_read_past_them(server: Server) -> None:
@@ -253,4 +253,4 @@ def test_a_bucket_of_many_things_is_read_past_them(server: Server) -> None:
         store.storage.put(store.directory / key, b"{}")
     assert names(store.complete()) == ["step-00000001"]
     assert not store.incomplete()
-    assert not store.aside()
+    assert not store.set_aside_folders()

@@ -16,7 +16,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from fivefold.support.errors import LONGEST, MOST, Note, UserError
+from fivefold.support.errors import MAX_PROBLEMS, MAX_SENTENCE, Note, UserError
 
 CASES = int(os.environ.get("FIVEFOLD_FUZZ", settings.default.max_examples))
 SECONDS = 5.0  # of the processor: a busy machine does not decide
@@ -49,10 +49,10 @@ def survives(question: Callable[[], object]) -> bool:
             refusal = error
     assert time.process_time() - start < SECONDS
     if refusal is not None:
-        assert 1 <= len(refusal.problems) <= MOST + 1
+        assert 1 <= len(refusal.problems) <= MAX_PROBLEMS + 1
         assert all(sentence.strip() and "\n" not in sentence for sentence in refusal.problems)
         assert all(re.fullmatch(r"[a-z]\w*(\.[a-z]\w*)+", code) for code in refusal.codes)  # nothing of the input
-        assert max(map(len, refusal.problems)) <= 11 * LONGEST  # an odd letter is written in up to ten others
+        assert max(map(len, refusal.problems)) <= 11 * MAX_SENTENCE  # an odd letter is written in up to ten others
     return refusal is None
 
 

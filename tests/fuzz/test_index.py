@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.data.index import NAME, DataIndex
+from fivefold.data.index import INDEX_FILE, DataIndex
 from fivefold.data.tokens import TokenStore
 from tests.fuzz.cases import changed, documents, fuzz, survives
 
@@ -21,7 +21,7 @@ def folder(tokens: Path, tmp_path_factory) -> Path:
 
 
 def judge(folder: Path, content: bytes) -> None:
-    (folder / NAME).write_bytes(content)
+    (folder / INDEX_FILE).write_bytes(content)
 
     def question() -> None:
         store = TokenStore.open(folder)
@@ -32,7 +32,7 @@ def judge(folder: Path, content: bytes) -> None:
 
 
 def test_an_index(folder: Path, tokens: Path) -> None:
-    table = json.loads((tokens / NAME).read_bytes())
+    table = json.loads((tokens / INDEX_FILE).read_bytes())
 
     @fuzz
     @given(st.one_of(documents(table), changed(table).map(sealed)))

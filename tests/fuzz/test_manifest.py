@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fivefold.checkpoint.find import job_of
 from fivefold.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
-from fivefold.checkpoint.tensors import TABLE
+from fivefold.checkpoint.tensors import TABLE_FILE
 from fivefold.job.config import job_from, read_job
 from fivefold.support.files import File
 from tests.fuzz.cases import changed, damaged, documents, fuzz, survives
@@ -26,7 +26,7 @@ TENSORS = {
 
 
 def manifest(tensors: bytes) -> dict[str, Any]:
-    held = {TABLE: tensors, "rank-0.tensors": NUMBERS}
+    held = {TABLE_FILE: tensors, "rank-0.tensors": NUMBERS}
     files = [File(name, len(content), sha256(content).hexdigest()) for name, content in held.items()]
     job = msgspec.to_builtins(read_job())
     one = Manifest(step=2, samples=32, updates=2, optimizer=True, data="", job=job, files=files)
@@ -54,7 +54,7 @@ def folder(tmp_path_factory) -> Path:
 
 def judge(folder: Path, said: bytes, tensors: bytes) -> None:
     (folder / MANIFEST).write_bytes(said)
-    (folder / TABLE).write_bytes(tensors)
+    (folder / TABLE_FILE).write_bytes(tensors)
 
     for ask in (lambda one: one.misfits(), lambda one: one.damage(), lambda one: one.tensors, job_of):
         survives(lambda ask=ask: ask(Checkpoint(folder)))
@@ -66,7 +66,7 @@ SAID = manifest(WHOLE)
 
 def test_the_undamaged_one_is_read(folder: Path) -> None:
     (folder / MANIFEST).write_bytes(json.dumps(SAID).encode())
-    (folder / TABLE).write_bytes(WHOLE)
+    (folder / TABLE_FILE).write_bytes(WHOLE)
     one = Checkpoint(folder)
     assert not one.damage()
     assert set(one.tensors) == set(TENSORS)

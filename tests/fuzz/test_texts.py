@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.schedules.costs import KEYS, Durations, parse_slow
+from fivefold.schedules.costs import DURATION_KEYS, Durations, parse_slow
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.schedules.schedule import Placement
 from fivefold.spec.presets import preset
@@ -59,7 +59,7 @@ def test_clusters(text: str) -> None:
 
 
 TIMES = st.tuples(
-    st.sampled_from([*KEYS, "x", "", "0", "1", "99999999999999999999"]),
+    st.sampled_from([*DURATION_KEYS, "x", "", "0", "1", "99999999999999999999"]),
     st.sampled_from(["=", "=", ""]),
     st.sampled_from([*NUMBERS, *WORDS, "1:1", "1e400", "1e308"]),
 ).map("".join)

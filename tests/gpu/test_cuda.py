@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.checkpoint.shards import written
+from fivefold.checkpoint.shards import shards_to_write
 from fivefold.checkpoint.staging import Staging
 from fivefold.data.corpus import stdlib_corpus
 from fivefold.job.config import TrainConfig, read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch.device import make_repeatable
 from fivefold.model import philox
-from fivefold.model.compiler import compilation, compiled
+from fivefold.model.compiler import compilation, compile_function
 from fivefold.model.decoder import Decoder, Dropout
 from fivefold.model.fp8 import Fp8GroupedLinear, fp8_linear
 from fivefold.model.grouped import GroupedLinear, Groups
@@ -114,7 +114,7 @@ def test_repeatable_attention_computes_attention(kv_heads: int, length: int, wid
     for dtype, attend in (
         (torch.float64, LocalOps().attend),
         (torch.bfloat16, LocalOps().attend),  # eager: what scaled_dot_product_attention takes
-        (torch.bfloat16, compiled(LocalOps().attend)),
+        (torch.bfloat16, compile_function(LocalOps().attend)),
     ):
         inputs = [x.to(dtype).requires_grad_() for x in qkv]
         out = attend(*inputs, sight)
@@ -222,7 +222,7 @@ def test_products_of_experts_in_a_graph_are_those_of_a_loop(product: Any, sizes:
         def steps(x: Tensor, weight: Tensor, ends: Tensor = ends) -> Tensor:
             return torch.nn.functional.silu(product.apply(2 * x, weight, ends, None, None))
 
-        y = (compiled(steps) if device == "cuda" else steps)(*given)
+        y = (compile_function(steps) if device == "cuda" else steps)(*given)
         y.float().square().sum().backward()
         results.append([one.float().cpu() for one in (y, *(one.grad for one in given if one.grad is not None))])
     for found, wanted in zip(results[1], results[0], strict=True):
@@ -271,7 +271,7 @@ def test_a_snapshot_is_of_its_step_though_the_device_copies_it_beside_the_next(t
     trainer = Trainer(job, preflight(job, 1), Mesh.of(job.layout, torch.device("cuda")))
     engine, staging = trainer.engine, Staging(torch.device("cuda"))
     shapes = {parameter.name: parameter.shape for parameter in job.model.parameters()}
-    pieces = written(engine.weights, shapes, engine.optimizer, engine.buffers)
+    pieces = shards_to_write(engine.weights, shapes, engine.optimizer, engine.buffers)
     staging.prepare(pieces)
     batch = plain_batch(job.model.vocab, job.train.batch, job.data.seq)
     engine.forward_backward(batch)  # the first pass makes kernels, and takes longer than what follows

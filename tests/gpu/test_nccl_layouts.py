@@ -8,7 +8,7 @@ import fivefold.trainer.engine
 from fivefold.job.config import Job, read_job
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
-from fivefold.schedules.actions import RECEIVES
+from fivefold.schedules.actions import RECEIVE_KINDS
 from fivefold.schedules.check import check
 from fivefold.schedules.schedule import Schedule
 from fivefold.spec.model import ModelSpec
@@ -66,8 +66,8 @@ def early(spec: ModelSpec, layout: Layout, seq: int) -> Schedule:
 
 
 def _first(order: tuple) -> tuple:  # type: ignore[type-arg]
-    receives = tuple(action for action in order if action.kind in RECEIVES)
-    return receives + tuple(action for action in order if action.kind not in RECEIVES)
+    receives = tuple(action for action in order if action.kind in RECEIVE_KINDS)
+    return receives + tuple(action for action in order if action.kind not in RECEIVE_KINDS)
 
 
 def _job(model: str = "model=tiny", layout: str = "layout=pp=2,microbatches=4") -> Job:

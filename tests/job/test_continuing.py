@@ -1,17 +1,20 @@
 """What a run that goes on may change."""
 
+import copy
 import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from fivefold.job.config import Job, read_job
-from fivefold.job.resume_rules import FREE, MEANT, NEVER, RATE, RULES, changes, refusals, rule_of
+from fivefold.job.config import Job, job_of, read_job, resolve
+from fivefold.job.resume_rules import FREE, MEANT, NEVER, RATE, RULES, changes, flat, resume_problems, rule_of
+from fivefold.optim.adamw import AdamW
+from fivefold.support.errors import Note, UserError
 
 
 def problems(before: Job, now: Job, done: int, named: bool = False) -> list[str]:
-    return refusals(before, now, done, changes(before, now), Path("runs/run"), named)
+    return resume_problems(before, now, done, changes(before, now), Path("runs/run"), named=named)
 
 
 def job(*words: str) -> Job:
@@ -123,3 +126,34 @@ def test_experts_stay_and_what_keeps_them_even_may_be_changed_by_name() -> None:
     assert "train.balance_rate: 0.001 -> 0.01, train.balance_loss: 0.0 -> 0.1" in meant
     assert problems(before, now, 5, named=True) == []
     assert "model.experts.count: none -> 8" in problems(job("model=tiny"), job("model=tiny-moe"), 5)[0]
+
+
+def test_settings_of_the_class_before_fall_away_where_the_new_one_does_not_have_them() -> None:
+    stored = msgspec.to_builtins(job("optimizer.name=muon", "optimizer.lr=0.02", "loss.z_loss=1e-4"))
+    with pytest.warns(Note, match=r"optimizer.nesterov.* of muon fell away: adamw does not have it"):
+        found = resolve(stored, ["optimizer.name=adamw", "optimizer.eps=1e-6"], stored=True)
+    assert isinstance(found.optimizer, AdamW)
+    assert (found.optimizer.lr, found.optimizer.eps) == (0.02, 1e-6)
+    wrong = ["optimizer.name=adamw", "optimizer.nesterov=true"]  # what the change itself says is no leftover
+    with pytest.raises(UserError, match=r"optimizer.nesterov is not a setting"):
+        resolve(msgspec.to_builtins(job("optimizer.name=muon")), wrong, stored=True)
+
+
+def test_settings_of_a_class_that_is_not_here_are_left_alone_until_another_is_named() -> None:
+    stored = {"loss": {"name": "nowhere.at_all:Smooth", "eps": 0.1, "smoothing": 3}}
+    with pytest.raises(UserError) as refused:
+        resolve(copy.deepcopy(stored), stored=True)
+    assert refused.value.codes == ["plugin.untrusted"]
+    with pytest.warns(Note, match=r"loss.eps, loss.smoothing of nowhere.at_all:Smooth fell away"):
+        assert resolve(stored, ["loss.name=cross_entropy"], stored=True).loss == job().loss
+
+
+def test_what_is_planned_has_the_settings_that_training_takes() -> None:
+    for change, code in (("optimizer.lr=-1", "optimizer.lr"), ("loss.z_loss=-1", "loss.z_loss")):
+        with pytest.raises(UserError, match=rf"{code}=-1"):
+            job_of("tiny", [change])
+    job_of("tiny", ["train.batch=3", "layout.dp=64"])  # a plan chooses both for itself
+
+
+def test_a_list_of_a_stored_job_is_the_tuple_of_another() -> None:
+    assert flat({"betas": [0.9, 0.95]}) == flat({"betas": (0.9, 0.95)})

@@ -6,7 +6,7 @@ import pytest
 
 from fivefold.job.config import read_job
 from fivefold.job.preflight import preflight
-from fivefold.launch.world import RESTARTS, RUN
+from fivefold.launch.world import RESTARTS_ENV, RUN_ID_ENV
 from fivefold.support.errors import UserError
 from fivefold.trainer.directories import run_directory
 from tests.refusals import refusal
@@ -55,18 +55,18 @@ def test_a_layout_of_other_ranks_than_there_are_is_refused_with_both_ways_out() 
 
 def test_run_directories_are_never_shared(tmp_path: Path, monkeypatch) -> None:
     def made(parent: str, fresh: bool) -> str:
-        return run_directory(read_job(None, [f"run.dir={parent}", "run.name=a"]), fresh).name
+        return run_directory(read_job(None, [f"run.dir={parent}", "run.name=a"]), fresh=fresh).name
 
     runs = str(tmp_path / "runs")
     assert [made(runs, fresh) for fresh in (False, False, True)] == ["a", "a-2", "a-3"]  # none has a checkpoint
-    monkeypatch.setenv(RUN, "abc")
+    monkeypatch.setenv(RUN_ID_ENV, "abc")
     assert made(runs, True) == "a-4"
     (tmp_path / "runs/a-4/checkpoints/step-00000001").mkdir(parents=True)
     (tmp_path / "runs/a-4/checkpoints/step-00000001/manifest.json").write_text("")
     assert made(runs, False) == "a-4"
-    monkeypatch.setenv(RESTARTS, "1")
+    monkeypatch.setenv(RESTARTS_ENV, "1")
     assert made(runs, True) == "a-4"  # started again by a launcher, with the same words
-    monkeypatch.setenv(RUN, "another")
+    monkeypatch.setenv(RUN_ID_ENV, "another")
     assert made(runs, True) == "a-5"
     with pytest.raises(UserError, match="cannot make the run's directory"):
         made("/proc/nothing", True)

@@ -7,7 +7,7 @@ import pytest
 
 from fivefold.job.config import job_of, read_job
 from fivefold.job.preflight import preflight
-from fivefold.spec.presets import TOYS, preset
+from fivefold.spec.presets import TOY_PRESETS, preset
 from fivefold.verifier.cases import write_tokens
 from fivefold.verifier.verify import verify
 from tests.commands import fivefold
@@ -25,7 +25,7 @@ def tokens(tmp_path_factory) -> Path:
 
 def test_the_toys_are_those_without_a_published_vocabulary() -> None:
     tiny = ("qwen2", "qwen3", "mla", "oss", "moe", "deepseek", "gpt")
-    assert set(TOYS) == {"tiny", "small", *(f"tiny-{kind}" for kind in tiny)}
+    assert set(TOY_PRESETS) == {"tiny", "small", *(f"tiny-{kind}" for kind in tiny)}
 
 
 def test_a_toy_has_the_vocabulary_of_the_data_unless_it_is_given(tokens: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import typer
 
 from fivefold.cli import app
-from fivefold.job.aliases import ALIASES, SAID
-from fivefold.job.config import KEYS, read_job
+from fivefold.job.aliases import ALIASES, ANSWERS
+from fivefold.job.config import SECTION_KEYS, read_job
 from fivefold.layout.layout import Layout
 from fivefold.support.dtypes import dtype_of, precision_of
 from tests.commands import fivefold
@@ -15,10 +15,10 @@ from tests.refusals import refusal
 
 
 def test_every_alias_leads_to_a_setting_and_hides_none() -> None:
-    settings = {f"{section}.{key}" for section, keys in KEYS.items() for key in keys}
+    settings = {f"{section}.{key}" for section, keys in SECTION_KEYS.items() for key in keys}
     assert set(ALIASES.values()) <= settings
-    bare = {key for keys in KEYS.values() for key in keys}
-    assert (ALIASES.keys() | SAID.keys()) & bare == {"steps"}  # of training, or to be traced: the first is meant
+    bare = {key for keys in SECTION_KEYS.values() for key in keys}
+    assert (ALIASES.keys() | ANSWERS.keys()) & bare == {"steps"}  # of training, or to be traced: the first is meant
 
 
 def test_precisions_have_the_same_words_everywhere() -> None:

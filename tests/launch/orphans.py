@@ -34,7 +34,7 @@ def sleep(rank: processes.Rank, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    processes.PRELOAD[:] = ["tests.launch.orphans"]
+    processes.PRELOADED_MODULES[:] = ["tests.launch.orphans"]
     folder = Path(sys.argv[1])
     from tests.launch import orphans
 

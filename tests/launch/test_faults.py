@@ -2,7 +2,7 @@ import pytest
 
 from fivefold.launch import faults
 from fivefold.launch.faults import Fault, parse
-from fivefold.launch.world import RESTARTS
+from fivefold.launch.world import RESTARTS_ENV
 from tests.refusals import refusal
 
 
@@ -27,7 +27,7 @@ def test_when_a_fault_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
 
     def due(text: str, step: int | None, restarts: int = 0, at: str = "step") -> bool:
-        monkeypatch.setenv(RESTARTS, str(restarts))
+        monkeypatch.setenv(RESTARTS_ENV, str(restarts))
         return parse(text)[0].due(at, step)
 
     assert due("kill@rank=1,step=4", 4)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fivefold.launch.group import one_gloo_worker
-from fivefold.launch.rendezvous import GLOO
+from fivefold.launch.rendezvous import GLOO_INTERFACE_ENV
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def test_each_group_has_one_worker_thread() -> None:
 
 
 def group_on(interfaces: str, **options: Any) -> ProcessGroupGloo:
-    os.environ[GLOO] = interfaces
+    os.environ[GLOO_INTERFACE_ENV] = interfaces
     return ProcessGroupGloo(HashStore(), 0, 1, **(options or {"timeout": timedelta(seconds=7)}))
 
 

@@ -97,8 +97,8 @@ def meetings(tmp_path: Path) -> Meetings:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """For worlds that are never complete: rank 0 decides as soon as one rank is odd."""
-    monkeypatch.setattr(handshake, "_GATHER", 0.0)
-    monkeypatch.setattr(handshake, "_HEAR", 0.1)
+    monkeypatch.setattr(handshake, "_ODD_RANKS_WAIT", 0.0)
+    monkeypatch.setattr(handshake, "_REFUSAL_WAIT", 0.1)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -337,7 +337,7 @@ def test_a_store_that_falls_silent_is_no_hang(meetings: Meetings, monkeypatch: p
         def check(self, keys: list[str]) -> bool:
             return released.wait(PATIENCE)
 
-    monkeypatch.setattr(handshake, "_SILENCE", 0.2)
+    monkeypatch.setattr(handshake, "_STORE_TIMEOUT", 0.2)
     monkeypatch.setattr(Rendezvous, "store", lambda *args: Silent())
     meetings.start(1)
     assert "has given no answer for" in str(meetings.finish()[0])
@@ -372,7 +372,7 @@ def test_odd_ranks_are_counted_when_they_are_many() -> None:
     statements = [Statement(b"", rank, other(world=50, job=job).facts) for rank, job in enumerate(jobs)]
     problems = odd_ones(statements)
     assert sorted(problems) == list(range(30, 50))
-    assert len(handshake._shortened(dict(problems))) == 9
+    assert len(handshake._shorten(dict(problems))) == 9
 
 
 def test_text_of_strangers_is_short_and_printable() -> None:

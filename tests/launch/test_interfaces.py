@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from fivefold.launch import rendezvous
-from fivefold.launch.rendezvous import GLOO, Rendezvous, check_interfaces, choose_interface, interface_of
+from fivefold.launch.rendezvous import GLOO_INTERFACE_ENV, Rendezvous, check_interfaces, choose_interface, interface_of
 from tests.refusals import refusal
 
 
@@ -19,14 +19,14 @@ def test_an_address_has_an_interface() -> None:
 
 
 def test_an_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GLOO, "ib7")
+    monkeypatch.setenv(GLOO_INTERFACE_ENV, "ib7")
     error = refusal(lambda: check_interfaces(Rendezvous("", "127.0.0.1", 29500)))
     assert error.codes == ["environment.interface"]
     assert re.search(r"GLOO_SOCKET_IFNAME=ib7: .* has no such interface, only lo.*; nearest: unset", str(error))
 
 
 def test_loopback_is_refused_where_rank_0_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GLOO, "lo")
+    monkeypatch.setenv(GLOO_INTERFACE_ENV, "lo")
     check_interfaces(Rendezvous("", "127.0.0.1", 29500))
     monkeypatch.setattr(rendezvous, "_interface_to", lambda address, port: "eth9")
     error = refusal(lambda: check_interfaces(Rendezvous("", "127.0.0.1", 29500)))
@@ -35,15 +35,15 @@ def test_loopback_is_refused_where_rank_0_is_elsewhere(monkeypatch: pytest.Monke
 
 
 def test_gloo_gets_the_interface_over_which_ranks_met_unless_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(GLOO, raising=False)
+    monkeypatch.delenv(GLOO_INTERFACE_ENV, raising=False)
     meeting = Rendezvous("", "127.0.0.1", 29500)
     assert choose_interface(meeting, HashStore(), 2, 1.0) == "this rank uses lo"
-    assert os.environ[GLOO] == "lo"
-    monkeypatch.setenv(GLOO, "docker0")
+    assert os.environ[GLOO_INTERFACE_ENV] == "lo"
+    monkeypatch.setenv(GLOO_INTERFACE_ENV, "docker0")
     assert "uses docker0, as GLOO_SOCKET_IFNAME says, but 127.0.0.1 is reached over lo" in choose_interface(
         meeting, HashStore(), 2, 1.0
     )
-    assert os.environ[GLOO] == "docker0"
+    assert os.environ[GLOO_INTERFACE_ENV] == "docker0"
 
 
 def test_a_rank_whose_name_is_loopback_learns_its_address_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

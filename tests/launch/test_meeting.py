@@ -90,7 +90,7 @@ def test_a_port_that_another_process_holds_is_named_at_once(listener: socket.soc
 
 
 def test_a_listener_that_never_answers_is_no_hang(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ANSWER", 0.3)
+    monkeypatch.setattr(module, "_ANSWER_TIMEOUT", 0.3)
     error = refusal(lambda: opened(at(listener), 1))
     assert error.codes == ["meeting.taken"]
     assert re.search(r"listens at 127.0.0.1:\d+, and does not answer as a store does", str(error))
@@ -99,7 +99,7 @@ def test_a_listener_that_never_answers_is_no_hang(listener: socket.socket, monke
 def test_a_listener_that_answers_something_else_is_no_store(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_TRIES", 0.1)
+    monkeypatch.setattr(module, "_CONNECT_TIMEOUT", 0.1)
 
     def serve() -> None:
         while True:

@@ -43,7 +43,7 @@ def test_ranks_leave_lost_gpus_alone() -> None:
 
 
 def test_gpus_are_named_by_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(local, "_GPUS", tmp_path)
+    monkeypatch.setattr(local, "_GPUS_DIR", tmp_path)
     assert gpus_here() == []
     (tmp_path / "0000:17:00.0").mkdir()
     (tmp_path / "0000:17:00.0" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 120\n")

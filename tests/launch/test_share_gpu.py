@@ -15,7 +15,7 @@ import fivefold as ff
 from fivefold.cli import app
 from fivefold.job.config import TrainConfig, read_job
 from fivefold.launch.device import check_shared_gpu
-from fivefold.launch.local import SHARING, sharing_problem, visible_gpus
+from fivefold.launch.local import SHARED_GPU_HOST_PREFIX, sharing_problem, visible_gpus
 from fivefold.launch.world import World
 from fivefold.machines.judge import Examination, RankReport, host_ids
 from fivefold.machines.node import host_id
@@ -41,8 +41,8 @@ SHARED = TrainConfig(share_gpu="nccl")
 def test_nccl_on_a_shared_gpu_is_refused_where_it_would_slow_ranks_down(
     gpus: int, ranks: int, apart: bool, code: str | None
 ) -> None:
-    assert getattr(sharing_problem(SHARED, gpus, ranks, apart), "code", None) == code
-    assert sharing_problem(TrainConfig(), gpus, ranks, apart) is None
+    assert getattr(sharing_problem(SHARED, gpus, ranks, apart=apart), "code", None) == code
+    assert sharing_problem(TrainConfig(), gpus, ranks, apart=apart) is None
 
 
 def refused(*words: str) -> UserError:
@@ -123,7 +123,7 @@ def test_the_gpus_that_count_are_those_that_cuda_shows() -> None:
 
 def test_doctor_names_an_inherited_host_id() -> None:
     assert host_id({"NCCL_HOSTID": "left-over"}) == "left-over"
-    assert host_id({"NCCL_HOSTID": f"{SHARING}3"}) == host_id({}) == ""
+    assert host_id({"NCCL_HOSTID": f"{SHARED_GPU_HOST_PREFIX}3"}) == host_id({}) == ""
     reports = [
         RankReport(rank, "node", False, "", "", 1.0, {}, {}, host_id="left-over" * (rank > 1)) for rank in range(4)
     ]

@@ -51,9 +51,9 @@ def test_a_rank_leaves_its_words_where_its_launcher_reads_why_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher names them, where all ranks only waited; under torchrun and Slurm nobody would read them."""
-    monkeypatch.delenv(watchdog.STACK, raising=False)
+    monkeypatch.delenv(watchdog.STACK_ENV, raising=False)
     watchdog._tell_the_launcher("nobody reads this")
-    monkeypatch.setenv(watchdog.STACK, str(tmp_path / "1.stack"))
+    monkeypatch.setenv(watchdog.STACK_ENV, str(tmp_path / "1.stack"))
     told(monkeypatch, [ENTRY])
     watchdog._tell_the_launcher("rank 1 has not moved for 15 s in step 3")
     watchdog._say_what_nccl_does(1)

@@ -7,7 +7,7 @@ import pytest
 
 from fivefold.launch.faults import strike
 from fivefold.launch.rendezvous import Rendezvous
-from fivefold.launch.world import RESTARTS, World, current_world, first_host
+from fivefold.launch.world import RESTARTS_ENV, World, current_world, first_host
 from tests.commands import fivefold
 from tests.refusals import refusal
 
@@ -104,7 +104,7 @@ def test_launch_starts_ranks_that_meet_and_returns_the_exit_code(tmp_path: Path)
 
 def test_a_fault_finds_its_rank_and_its_start_under_every_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     step = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]"}
-    for name in ("RANK", "WORLD_SIZE", RESTARTS):
+    for name in ("RANK", "WORLD_SIZE", RESTARTS_ENV):
         monkeypatch.delenv(name, raising=False)
     for name, value in (step | {"FIVEFOLD_FAULT": "nan@rank=1,step=3"}).items():
         monkeypatch.setenv(name, value)
@@ -118,5 +118,5 @@ def test_a_fault_finds_its_rank_and_its_start_under_every_launcher(monkeypatch: 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert struck(0, 0)  # ranks of a torchrun that srun has started
-    monkeypatch.setenv(RESTARTS, "1")
+    monkeypatch.setenv(RESTARTS_ENV, "1")
     assert not struck(0, 0)

@@ -101,9 +101,9 @@ def test_updates_that_all_hold_are_gathered_in_calls_of_a_bounded_size(
     kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the number of ranks: their calls do not grow with it, nor does what a rank holds in one."""
-    monkeypatch.setattr("fivefold.layout.matrix_owners.KEPT", kept)
-    monkeypatch.setattr("fivefold.layout.matrix_owners.GATHERED", 1 << 12)
-    monkeypatch.setattr("fivefold.layout.matrix_owners.BATCH", 1 << 11)
+    monkeypatch.setattr("fivefold.layout.matrix_owners.MAX_WAITING_ELEMENTS", kept)
+    monkeypatch.setattr("fivefold.layout.matrix_owners.MAX_GATHERED_ELEMENTS", 1 << 12)
+    monkeypatch.setattr("fivefold.layout.matrix_owners.MAX_BATCH_ELEMENTS", 1 << 11)
     for dp in (2, 5, 64):
         owners = MatrixOwners.of(ODD.parameters(), ODD, Layout(dp=dp), MUON, 0)
         rounds = [[*owners.rounds(place)] for place in range(dp)]
@@ -115,7 +115,7 @@ def test_updates_that_all_hold_are_gathered_in_calls_of_a_bounded_size(
 
 
 def test_what_nobody_reads_advances_in_lists_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fivefold.layout.matrix_owners.BATCH", 36 * 40 * 2)
+    monkeypatch.setattr("fivefold.layout.matrix_owners.MAX_BATCH_ELEMENTS", 36 * 40 * 2)
     owners = MatrixOwners.of(ODD.parameters(), ODD, Layout(dp=8), MUON, 0)
     for round_ in owners.rounds(3):
         unread = [part for parts in round_.unread for part in parts]
@@ -153,7 +153,7 @@ def test_experts_stay_with_the_ranks_that_hold_them() -> None:
 
 
 def test_a_large_matrix_is_a_batch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fivefold.layout.matrix_owners.BATCH", 36 * 40 * 2)
+    monkeypatch.setattr("fivefold.layout.matrix_owners.MAX_BATCH_ELEMENTS", 36 * 40 * 2)
     parameters = ODD.parameters()
     owners = MatrixOwners.of(parameters, ODD, Layout(), MUON, 0)
     q = [batch for batch in owners.batches[0] if batch[0].parameter.name.endswith("attention.q.weight")]

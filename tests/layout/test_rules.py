@@ -12,7 +12,7 @@ import pytest
 from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.layout.rules import AFTER, RULES, Given, Layouts, legal, tp_fits
+from fivefold.layout.rules import CHECKED_AFTER, RULES, Given, Layouts, legal, tp_fits
 from fivefold.planner.space import FEWEST_TOKENS, SearchQuery, space
 from fivefold.schedules.registry import CATALOGUE, build
 from fivefold.schedules.text import save
@@ -64,7 +64,7 @@ def test_what_tp_fits_is_what_its_rules_say() -> None:
 
 def test_a_rule_waits_only_for_rules_before_it() -> None:
     order = list(RULES)
-    for code, before in AFTER.items():
+    for code, before in CHECKED_AFTER.items():
         for start in (before,) if isinstance(before, str) else before:
             waited = [order.index(other) for other in RULES if other.startswith(start) and other != code]
             assert waited

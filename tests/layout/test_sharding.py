@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from fivefold.layout.buckets import buckets
+from fivefold.layout.bucket_plan import buckets
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import Box, LocalParam, TensorShard, local_params, tensor_shard
 from fivefold.layout.stages import Stage

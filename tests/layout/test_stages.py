@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from fivefold.layout.layout import Layout
-from fivefold.layout.stages import balanced, costs, layer_cost, stages_of
+from fivefold.layout.stages import balance_layers, costs, layer_cost, stages_of
 from fivefold.spec.blocks import Experts
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
@@ -26,7 +26,7 @@ def test_no_split_has_a_faster_slowest_stage(stages: int, vocab: int) -> None:
         return max(load)
 
     splits = [sizes for sizes in itertools.product(range(7), repeat=stages) if sum(sizes) == 6]
-    assert slowest(balanced(spec, stages, 32)) == min(map(slowest, splits))
+    assert slowest(balance_layers(spec, stages, 32)) == min(map(slowest, splits))
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -50,7 +50,7 @@ def test_no_split_is_faster_where_layers_differ(stages: int, spec: ModelSpec, se
         return [found[0] + bottom, *found[1:-1], found[-1] + top]
 
     splits = [sizes for sizes in itertools.product(range(7), repeat=stages) if sum(sizes) == 6]
-    best = loads(balanced(spec, stages, seq))
+    best = loads(balance_layers(spec, stages, seq))
     assert max(best) == pytest.approx(min(max(loads(one)) for one in splits))
     even = [one for one in splits if max(loads(one)) <= max(best) * (1 + 1e-9)]
     assert sum(load**2 for load in best) == pytest.approx(min(sum(load**2 for load in loads(one)) for one in even))
@@ -61,12 +61,12 @@ def test_a_stage_with_layers_that_see_everything_has_fewer_of_the_others() -> No
     spec = preset("gpt-oss-20b", layers=24, window_period=6, vocab=8)
     wide, narrow = (layer_cost(spec, layer, 131_072) for layer in (5, 0))
     assert wide - narrow == 2 * (131_072 / 2 - 128) * 2 * spec.heads * spec.head_dim
-    assert balanced(spec, 3, 131_072) == (11, 7, 6)  # with 1, 1 and 2 that see everything
+    assert balance_layers(spec, 3, 131_072) == (11, 7, 6)  # with 1, 1 and 2 that see everything
 
 
 def test_a_large_head_takes_layers_off_the_last_stage() -> None:
     """Llama 3's 405B run did so by hand (arXiv 2407.21783, section 3.3.2)."""
-    small, large = (balanced(preset("tiny", layers=12, vocab=vocab), 4, 64) for vocab in (64, 4000))
+    small, large = (balance_layers(preset("tiny", layers=12, vocab=vocab), 4, 64) for vocab in (64, 4000))
     assert small == (3, 3, 3, 3)
     assert large[-1] < 3
     assert sum(large) == 12
@@ -90,6 +90,6 @@ def test_a_split_is_taken_as_it_is() -> None:
 
 def test_ten_thousand_layers_are_balanced_without_trying_all_pairs_of_ends() -> None:
     for changes in ({}, {"window": 128, "window_period": 2}):
-        sizes = balanced(preset("llama3-8b", layers=10_000, **changes), 3, 8192)
+        sizes = balance_layers(preset("llama3-8b", layers=10_000, **changes), 3, 8192)
         assert sum(sizes) == 10_000
         assert max(sizes) - min(sizes) <= 5

@@ -41,7 +41,7 @@ def planted(rank: int, world: int, folder: str) -> RankReport:
     if rank == 2:
         os.environ["FIVEFOLD_FAULT"] = "slow@rank=2,at=matmul"
     if rank == 3:
-        os.environ["FIVEFOLD_FAULT"], faults._SLOW = "slow@rank=3,at=disk", 2.0
+        os.environ["FIVEFOLD_FAULT"], faults._SLOW_SECONDS = "slow@rank=3,at=disk", 2.0
     return examine.examine(job, Mesh.of(job.layout, torch.device("cpu")), first=True)
 
 

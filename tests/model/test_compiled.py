@@ -13,8 +13,8 @@ from fivefold.spec.presets import preset
 @pytest.fixture(autouse=True)
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are made and run by PyTorch's own kernels: a compiler of C++ would take a minute."""
-    monkeypatch.setattr(compiler, "BACKEND", "aot_eager")
-    linear_cross_entropy._compiled.cache_clear()
+    monkeypatch.setattr(compiler, "COMPILER_BACKEND", "aot_eager")
+    linear_cross_entropy._compile_kernels.cache_clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 

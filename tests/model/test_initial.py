@@ -51,7 +51,7 @@ def test_a_rank_draws_its_part_of_a_named_distribution(init: Initial) -> None:
     [
         (Initial("gamma", 1.0, 2.0), "distribution='gamma', and known are constant, uniform, log_uniform"),  # type: ignore[arg-type]
         (Initial("uniform", 2.0, 1.0), "low=2.0, high=1.0; low must be less"),
-        (Initial("log_uniform", 0.0, 1.0), "low=0.0, of which there is no logarithm; it must be positive"),
+        (Initial("log_uniform", 0.0, 1.0), "low=0.0, which has no logarithm; it must be positive"),
         (Initial("uniform", 1.0, math.inf), "low=1.0, high=inf, which are no numbers"),
         (A_LOG, ""),
     ],

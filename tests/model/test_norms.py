@@ -8,7 +8,7 @@ from torch import nn
 
 from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
-from fivefold.model.layers import normed
+from fivefold.model.layers import apply_norm
 from fivefold.parallel.data_parallel import shard_model
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec.presets import preset
@@ -33,7 +33,7 @@ def test_what_is_narrow_is_rounded_once_and_so_is_its_gradient(kind: type[nn.Mod
     bias = getattr(norm, "bias", None)
     exact = drawn(kind).double()
     wide = x.detach().double().requires_grad_()
-    y, wanted = normed(norm, x, norm.weight, bias), exact(wide)
+    y, wanted = apply_norm(norm, x, norm.weight, bias), exact(wide)
     toward = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
     y.backward(toward)
     wanted.backward(toward.double())
@@ -50,7 +50,7 @@ def test_a_norm_keeps_the_narrow_stream_for_its_backward_pass() -> None:
     kept: list[torch.Tensor] = []
     norm, x = drawn(nn.RMSNorm), stream(8).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
-        normed(norm, x, norm.weight)
+        apply_norm(norm, x, norm.weight)
     assert {one.dtype for one in kept if one.shape == x.shape} == {torch.bfloat16}
 
 

@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fivefold.optim.base import OptimizerConfig
-from fivefold.optim.muon import QUINTIC, Muon, orthogonalised
+from fivefold.optim.muon import QUINTIC_COEFFICIENTS, Muon, orthogonalise
 from fivefold.optim.plain_muon import PlainMuon
 from fivefold.spec.blocks import Experts
 from fivefold.spec.presets import preset
-from fivefold.verifier.compare import SPREAD
+from fivefold.verifier.compare import NOISE_FACTOR
 from tests.optim.test_optimizer import SPEC, backward, made
 
 
@@ -23,11 +23,11 @@ def test_newton_schulz_maps_singular_values_by_its_polynomial_and_leaves_the_vec
     g = drawn(3, 6, 10)
     u, s, v = torch.linalg.svd(g, full_matrices=False)
     s = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True)
-    a, b, c = QUINTIC
+    a, b, c = QUINTIC_COEFFICIENTS
     for _ in range(5):
         s = a * s + b * s**3 + c * s**5
     expected = u @ torch.diag_embed(s) @ v
-    torch.testing.assert_close(orthogonalised(g.clone(), 5, 1e-7), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(orthogonalise(g.clone(), 5, 1e-7), expected, rtol=0, atol=1e-12)
     assert 0.5 < s.min() < s.max() < 1.3
 
 
@@ -62,7 +62,7 @@ def test_it_is_the_muon_of_pytorch_as_far_as_bfloat16_can_say() -> None:
     exact, moved = results[torch.float64], (results[torch.float64] - drawn(*shape)).abs().max()
     noise = (results[torch.bfloat16] - exact).abs().max()
     assert 0 < noise < 0.05 * moved  # so a wrong factor or term would show
-    assert (results["stock"] - exact).abs().max() < SPREAD * noise
+    assert (results["stock"] - exact).abs().max() < NOISE_FACTOR * noise
 
 
 @pytest.mark.parametrize("config", [Muon(clip=0.1), Muon(nesterov=False, ns_steps=3), Muon(momentum=0.5, clip=0.0)])

@@ -31,7 +31,7 @@ SLOW = pytest.mark.slow
 
 def graphs(rank: int, world: int, layers: int) -> tuple[int, dict[str, int], float, float]:
     """Graphs and breaks of a compiled decoder, and its loss beside that of an eager one with the same weights."""
-    compiler.BACKEND = "aot_eager"
+    compiler.COMPILER_BACKEND = "aot_eager"
     spec, layout = preset("tiny", layers=layers), Layout(tp=world, sp=True)
     mesh = Mesh.of(layout, torch.device("cpu"))
     tokens = torch.arange(64).reshape(2, 32) % spec.vocab
@@ -79,7 +79,7 @@ def test_recomputed_blocks_with_breaks_are_compiled(layout: str) -> None:
 
 def graphs_of_a_step(rank: processes.Rank, job: Job) -> tuple[int, dict[str, int]]:
     """On the last of two ranks. The other is PyTorch's pretence: what is sent does not decide what is compiled."""
-    compiler.BACKEND = "aot_eager"
+    compiler.COMPILER_BACKEND = "aot_eager"
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     Engine(job, Mesh.of(job.layout, torch.device("cpu"))).forward_backward(plain_batch(job.model.vocab, 2, 32))
     return compiler.compilation()
@@ -106,7 +106,7 @@ def test_a_mixture_is_in_its_block_s_graph(recompute: str) -> None:
 
 def mixture_twice(rank: processes.Rank, job: Job) -> tuple[int, dict[str, int], float]:
     """Graphs and breaks of a compiled step, and how far its loss, gradients and counts are from an eager one's."""
-    compiler.BACKEND = "aot_eager"
+    compiler.COMPILER_BACKEND = "aot_eager"
     found = []
     for how in ("off", "on"):
         its = structs.replace(job, train=structs.replace(job.train, compile=how))
@@ -120,7 +120,7 @@ def mixture_twice(rank: processes.Rank, job: Job) -> tuple[int, dict[str, int], 
 
 def graphs_at_the_first_receive(rank: int, world: int, layout: str) -> tuple[list[int], int, float, float]:
     """Graphs when each receive is posted, and after two steps; and the second loss, compiled and eager."""
-    compiler.BACKEND = "aot_eager"
+    compiler.COMPILER_BACKEND = "aot_eager"
     eager = loss_of_two_steps(layout, "off")
     posted, receive = [], Channels.receive
 
@@ -158,7 +158,7 @@ def loss_of_two_steps(layout: str, compiled: str) -> float:
 
 def graphs_of_documents(rank: int, world: int, layout: str, settings: list[str]) -> tuple[list[int], float]:
     """Graphs after each of three steps whose documents differ, and how far their gradients are from eager ones."""
-    compiler.BACKEND = "aot_eager"
+    compiler.COMPILER_BACKEND = "aot_eager"
     words = [f"layout={layout}", "model.layers=2", "data.seq=32", "data.document_mask=true", "train.batch=4", *settings]
     made, apart = [], 0.0
     jobs = [read_job(None, [*words, f"train.compile={how}", "train.dtype=float64"]) for how in ("off", "on")]
@@ -198,7 +198,7 @@ def within_documents(q: Tensor, k: Tensor, v: Tensor, at: PackedSpans) -> Tensor
 
 def graphs_of_packed(rank: processes.Rank, job: Job) -> tuple[int, int, int]:
     """Graphs of a step, of four, and the shapes of packed documents in them, as they are on a GPU."""
-    compiler.BACKEND = "aot_eager"
+    compiler.COMPILER_BACKEND = "aot_eager"
     kernels.packed_attention = within_documents
     LocalAttention.attention_mask = lambda _, positions, *__, **___: kernels.document_spans(positions).packed  # type: ignore[method-assign,assignment]
     engine, made, shapes = Engine(job, Mesh.of(job.layout, torch.device("cpu"))), [], set[tuple[int, int]]()

@@ -14,7 +14,7 @@ from fivefold.job.config import Job
 from fivefold.launch.processes import RankError
 from fivefold.layout.stages import schedule_of, stages_of
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.traffic import SPACES, group_of, kind_of, named_args
+from fivefold.parallel.traffic_counter import SPACES, group_of, kind_of, named_args
 from fivefold.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, Action
 from fivefold.trainer.engine import Engine
 from fivefold.verifier.cases import make_batch

@@ -12,7 +12,7 @@ from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
 from fivefold.parallel.pipeline import Pipeline
-from fivefold.schedules.actions import RECEIVES, SENDS, WEIGHT_GRAD
+from fivefold.schedules.actions import RECEIVE_KINDS, SEND_KINDS, WEIGHT_GRAD
 from fivefold.schedules.communication import with_zero
 from fivefold.schedules.registry import CATALOGUE, build
 from fivefold.schedules.schedule import peak_live
@@ -175,7 +175,7 @@ def test_the_actions_of_a_schedule_are_all_of_these_kinds() -> None:
     """The comparisons above would be empty if nothing were sent."""
     for layout in all_schedules(4, (8,)):
         schedule = build(layout.schedule, 4, 8, chunks=layout.chunks)
-        assert schedule.count(*SENDS) == schedule.count(*RECEIVES) == 8 * len(schedule.placement.channels) > 0
+        assert schedule.count(*SEND_KINDS) == schedule.count(*RECEIVE_KINDS) == 8 * len(schedule.placement.channels) > 0
 
 
 def test_a_schedule_that_gathers_reduces_or_steps_is_refused_before_it_runs() -> None:

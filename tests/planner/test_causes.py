@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from fivefold.cost.collective_time import START, Topology
+from fivefold.cost.collective_time import COLLECTIVE_START, Topology
 from fivefold.cost.kernels import Device
 from fivefold.cost.software import Overlap, SoftwareProfile
 from fivefold.cost.step import Workload, estimate
@@ -44,8 +44,8 @@ def test_gradients_wait_for_ports_that_tp_holds() -> None:
 
 def test_a_collective_has_a_start_of_its_own() -> None:
     device = Device.of(find_accelerator("H100"))
-    ours, without = (Topology(device, 8, Layout(tp=8), start=start) for start in (START, 0.0))
-    assert ours.time("all-gather", "tp", 1e6) - without.time("all-gather", "tp", 1e6) == pytest.approx(START)
+    ours, without = (Topology(device, 8, Layout(tp=8), start=start) for start in (COLLECTIVE_START, 0.0))
+    assert ours.time("all-gather", "tp", 1e6) - without.time("all-gather", "tp", 1e6) == pytest.approx(COLLECTIVE_START)
     cores = Device.of(find_accelerator("CPU"))
     assert Topology(cores, 2, Layout(tp=2)).time("all-gather", "tp", 1e6) == Topology(
         cores, 2, Layout(tp=2), start=0.0

@@ -12,10 +12,10 @@ from fivefold.cli import app
 from fivefold.cost.peak_memory import USABLE_FRACTION
 from fivefold.hardware.cluster import Cluster
 from fivefold.planner.decision import Decision, TurningPoint, decide
-from fivefold.planner.explain import CAUSES
+from fivefold.planner.explain import CAUSE_NAMES
 from fivefold.planner.plan import plan, simulate
 from fivefold.planner.result import PlanResult
-from fivefold.planner.textbook import Shortcut, flops_text, shortcuts
+from fivefold.planner.textbook_formulas import Shortcut, flops_text, shortcuts
 from fivefold.render.blocks import Table, Text
 from fivefold.render.html import Section, to_markdown
 
@@ -78,7 +78,7 @@ def test_figures_are_those_of_json(decision: Decision) -> None:
     causes = {name: cell for name, cell, _ in rows["Time"]}
     assert near(causes.pop("step"), shown["step_seconds"])
     assert causes
-    named = {CAUSES[cause]: length for cause, length in shown["time_by_cause"].items()}
+    named = {CAUSE_NAMES[cause]: length for cause, length in shown["time_by_cause"].items()}
     assert all(near(cell, named[name]) for name, cell in causes.items())
     sent = [row for row in shown["traffic"] if row["payload"] > 4096]
     assert len(rows["Traffic"]) == len(sent) > 0

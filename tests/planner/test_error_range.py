@@ -9,7 +9,18 @@ from fivefold.cost.step import Workload
 from fivefold.cost.systems import software_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.error_range import FILE, IN_WORDS, SHARE, Band, Bands, Range, bands, step_range, traits, write
+from fivefold.planner.error_range import (
+    BANDS_FILE,
+    COVERAGE,
+    IN_WORDS,
+    Band,
+    Bands,
+    Range,
+    bands,
+    step_range,
+    traits,
+    write,
+)
 from fivefold.planner.plan import plan, simulate
 from fivefold.planner.result import PlanResult
 from fivefold.spec.presets import preset
@@ -33,7 +44,7 @@ def test_the_shipped_widths_are_believable() -> None:
     assert 0.75 <= bands().time.covered <= 0.88
     levels = [factor for trait in bands().time.factors.values() for factor in trait.values()]
     assert all(0.5 < factor < 2 for factor in levels)
-    assert FILE.stat().st_size < 4096
+    assert BANDS_FILE.stat().st_size < 4096
 
 
 def test_a_case_is_of_a_kind() -> None:
@@ -75,7 +86,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_a_plan_s_ranges_contain_its_numbers(small: PlanResult) -> None:
     shown = json.loads(json.dumps(small.to_dict()))
     best = shown["best"]
-    assert best["range_share"] == SHARE == 0.8
+    assert best["range_share"] == COVERAGE == 0.8
     for name in ("step_seconds", "tokens_per_second", "mfu", "memory_bytes"):
         low, high = best[f"{name}_range"]
         assert low < best[name] < high, name

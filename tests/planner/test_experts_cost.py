@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 from msgspec import structs
 
-from fivefold.cost.moe import collapsed, stage_share
+from fivefold.cost.moe import collapsed_imbalance, stage_share
 from fivefold.cost.software import FIVEFOLD
 from fivefold.cost.step import Workload, estimate, rank_flops
 from fivefold.hardware.cluster import Cluster
@@ -82,9 +82,9 @@ def test_gathering_all_tokens_is_for_ep_as_small_as_top_k():
 def test_routers_that_agree_fill_the_rank_with_most_of_the_chosen():
     experts = Experts(count=16, top_k=4, ffn=8)
     most = [max(sum(one // 2 == rank for one in chosen) for rank in range(8)) for chosen in combinations(range(16), 4)]
-    assert collapsed(experts, 8) == pytest.approx(sum(most) / len(most) * 8 / 4)
-    assert collapsed(Experts(count=8, top_k=2, ffn=8), 8) == pytest.approx(4.0)
-    assert collapsed(experts, 1) == pytest.approx(1.0)
+    assert collapsed_imbalance(experts, 8) == pytest.approx(sum(most) / len(most) * 8 / 4)
+    assert collapsed_imbalance(Experts(count=8, top_k=2, ffn=8), 8) == pytest.approx(4.0)
+    assert collapsed_imbalance(experts, 1) == pytest.approx(1.0)
 
 
 def test_shares_of_all_ranks_are_the_model():

@@ -11,8 +11,9 @@ from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import ep_changes, neighbours
+from fivefold.planner.option import evaluate
 from fivefold.planner.plan import plan, question, simulate
-from fivefold.planner.search import evaluate, search
+from fivefold.planner.search import search
 from fivefold.planner.space import SearchQuery, space
 from fivefold.render.blocks import to_text
 from fivefold.spec.presets import preset

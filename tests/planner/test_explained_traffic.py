@@ -10,8 +10,8 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RankCoords
 from fivefold.planner.explain import AxisTraffic, difference, neighbours, traffic, traffic_rank
+from fivefold.planner.option import Option, evaluate
 from fivefold.planner.plan import simulate
-from fivefold.planner.search import Option, evaluate
 from fivefold.spec.presets import preset
 
 

@@ -15,26 +15,21 @@ import fivefold as ff
 from fivefold.cli import app
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import Cluster, Group
-from fivefold.planner import goodput
-from fivefold.planner.goodput import (
-    DAY,
-    HOUR,
+from fivefold.planner import failure_costs
+from fivefold.planner.checkpoint_interval import (
     Failures,
-    GoodputRun,
     best_interval,
     best_steps,
-    daly,
-    expected,
-    expected_maximum,
-    length,
-    simulated,
-    standard_error,
-    straggling,
-    young,
+    daly_interval,
+    expected_seconds,
+    young_interval,
 )
+from fivefold.planner.failure_costs import DAY, HOUR
+from fivefold.planner.failure_simulation import simulate_runs, standard_error
+from fivefold.planner.goodput import GoodputRun, days_text, expected_maximum, expected_straggling
 from fivefold.planner.goodput_result import GoodputResult
 
-LLAMA = goodput.USUAL.hours * HOUR / 16_384  # seconds between failures of the whole job
+LLAMA = failure_costs.DEFAULT_FLEET.hours * HOUR / 16_384  # seconds between failures of the whole job
 OFTEN = Failures(between=3000, blocked=4, writing=60, detect=10, restart=200, reload=30)
 
 
@@ -50,9 +45,9 @@ def llama3(**given) -> GoodputResult:
 def test_the_formula_is_the_mean_of_simulated_runs(interval: float, change: dict[str, float]) -> None:
     """Also where one save waits for the other to be written, and failures come while the job starts again."""
     it, work = OFTEN._replace(**change), 200 * interval
-    found = simulated(work, interval, it, runs=1000, seed=3)
+    found = simulate_runs(work, interval, it, runs=1000, seed=3)
     assert found is not None
-    assert found.seconds.mean() == pytest.approx(expected(work, interval, it), abs=4 * standard_error(found))
+    assert found.seconds.mean() == pytest.approx(expected_seconds(work, interval, it), abs=4 * standard_error(found))
     counted = 4 * found.failures.std() / math.sqrt(1000)
     assert found.failures.mean() == pytest.approx(found.seconds.mean() / it.between, abs=counted)
     assert sum(found.parts.values()) == pytest.approx(found.seconds.mean())
@@ -62,7 +57,7 @@ def test_the_formula_is_the_mean_of_simulated_runs(interval: float, change: dict
 def test_a_simulated_run_is_that_of_a_clock() -> None:
     """One run, told step by step with the same failures as a loop would have it."""
     it, interval, segments, seed = OFTEN, 300.0, 40, 11
-    found = simulated(interval * segments, interval, it, runs=1, seed=seed)
+    found = simulate_runs(interval * segments, interval, it, runs=1, seed=seed)
     draws = np.random.default_rng(seed).exponential(it.between, (1, 64))[0]
     clock, written, before = 0.0, 0, 0.0
     for lasts in draws:
@@ -75,7 +70,7 @@ def test_a_simulated_run_is_that_of_a_clock() -> None:
         clock, written, before = clock + lasts, done, it.down
     assert found is not None
     assert found.seconds[0] == pytest.approx(clock)
-    one, same, other = (simulated.__wrapped__(1e6, 300, OFTEN, 50, seed).seconds for seed in (1, 1, 2))
+    one, same, other = (simulate_runs.__wrapped__(1e6, 300, OFTEN, 50, seed).seconds for seed in (1, 1, 2))
     assert (one == same).all()
     assert not (one == other).all()
 
@@ -83,12 +78,12 @@ def test_a_simulated_run_is_that_of_a_clock() -> None:
 def test_the_best_interval_is_the_minimum_and_nearly_youngs() -> None:
     for it in (OFTEN, OFTEN._replace(writing=0), OFTEN._replace(between=60_000.0, blocked=0.5)):
         best = best_interval(it)
-        least = expected(1e7, best, it)
-        assert all(expected(1e7, best * by, it) >= least for by in (0.5, 0.9, 0.99, 1.01, 1.1, 2))
-        assert best == pytest.approx(young(it), rel=0.05)
-        assert best == pytest.approx(daly(it), rel=0.001)
+        least = expected_seconds(1e7, best, it)
+        assert all(expected_seconds(1e7, best * by, it) >= least for by in (0.5, 0.9, 0.99, 1.01, 1.1, 2))
+        assert best == pytest.approx(young_interval(it), rel=0.05)
+        assert best == pytest.approx(daly_interval(it), rel=0.001)
         seconds = np.geomspace(it.writing + 1, it.between, 4000)
-        assert min(expected(1e7, float(each), it) for each in seconds) == pytest.approx(least, rel=1e-5)
+        assert min(expected_seconds(1e7, float(each), it) for each in seconds) == pytest.approx(least, rel=1e-5)
     assert best_interval(OFTEN._replace(writing=900)) == 900 - OFTEN.blocked  # one save at a time
 
 
@@ -96,7 +91,7 @@ def test_simulated_runs_are_shortest_with_it() -> None:
     best, work = best_interval(OFTEN), 1e6
     means = {}
     for by in (1 / 3, 1, 3):
-        found = simulated(work, best * by, OFTEN, runs=400)
+        found = simulate_runs(work, best * by, OFTEN, runs=400)
         assert found is not None
         means[by] = found.seconds.mean(), standard_error(found)
     for by in (1 / 3, 3):
@@ -115,17 +110,26 @@ def test_a_hang_is_noticed_after_the_timeout_of_the_job() -> None:
 def test_help_has_the_figures_that_are_used() -> None:
     shown = CliRunner().invoke(app, ["goodput", "--help"], env={"COLUMNS": "200"}).output
     text = " ".join(shown.replace("│", " ").split())
-    numbers = [f"{goodput.USUAL.hours:,.0f}", f"{goodput.RESTART:.0f}", f"{goodput.BLOCKED}", f"{goodput.JITTER}"]
-    for number in (*numbers, f"{goodput.NODE_STORES / 1e9} per node", f"at most {goodput.STORES / 1e9:.0f}"):
+    numbers = [
+        f"{failure_costs.DEFAULT_FLEET.hours:,.0f}",
+        f"{failure_costs.RESTART_SECONDS:.0f}",
+        f"{failure_costs.BLOCKED_SECONDS}",
+        f"{failure_costs.STEP_JITTER}",
+    ]
+    for number in (
+        *numbers,
+        f"{failure_costs.NODE_STORAGE_RATE / 1e9} per node",
+        f"at most {failure_costs.MAX_STORAGE_RATE / 1e9:.0f}",
+    ):
         assert number in text
 
 
 def test_it_is_a_number_of_steps() -> None:
     it = Failures(between=LLAMA, blocked=0.59, writing=51, detect=59, restart=600, reload=102)
     every = best_steps(6.5, 10_000, it)
-    least = expected(1e7, every * 6.5, it)
+    least = expected_seconds(1e7, every * 6.5, it)
     assert every * 6.5 == pytest.approx(114, abs=6.5)
-    assert all(expected(1e7, many * 6.5, it) >= least for many in (every - 1, every + 1))
+    assert all(expected_seconds(1e7, many * 6.5, it) >= least for many in (every - 1, every + 1))
     assert best_steps(6.5, 3, it) == 3  # at most
     assert best_steps(1e4, 100, it) == 1  # a step is longer than is good
     assert best_steps(1e-3, 10**9, it) == 110_000  # two digits, where more would mean nothing
@@ -136,25 +140,25 @@ def test_llama_3s_effective_training_time_is_reproduced() -> None:
     (arXiv 2407.20143: 0.59, 51.06 and 129.49 s); restarts of 3 to 10 minutes (arXiv 2602.00277)."""
     for restart, low, high in ((600, 0.90, 0.93), (180, 0.94, 0.97)):
         it = Failures(LLAMA, 0.59, 51.06, 0, restart, 129.49)
-        share = 54 * DAY / expected(54 * DAY, best_interval(it), it)
+        share = 54 * DAY / expected_seconds(54 * DAY, best_interval(it), it)
         assert low < share < high
-        assert 54 * DAY / expected(54 * DAY, 1800, it) < share - 0.05  # half an hour would have been too long
+        assert 54 * DAY / expected_seconds(54 * DAY, 1800, it) < share - 0.05  # half an hour would have been too long
     planned = 54 * 466 / 419  # 47 planned interruptions, as if they were failures
     it = Failures(LLAMA * 419 / 466, 0.59, 51.06, 0, 600, 129.49)
-    assert planned * DAY / expected(planned * DAY, best_interval(it), it) > 0.90
+    assert planned * DAY / expected_seconds(planned * DAY, best_interval(it), it) > 0.90
 
 
 def test_the_hundred_thousand_gpus_that_train_less_than_half_the_time() -> None:
     """A failure every 18 minutes and stalls of 10: 44% (arXiv 2602.00277). Their loads and intervals are not known."""
     stalls = Failures(between=18 * 60, blocked=0.59, writing=0, detect=0, restart=600, reload=0)
     with_loads = stalls._replace(writing=51.06, reload=129.49)
-    least, most = (1e7 / expected(1e7, best_interval(it), it) for it in (with_loads, stalls))
+    least, most = (1e7 / expected_seconds(1e7, best_interval(it), it) for it in (with_loads, stalls))
     assert least == pytest.approx(0.47, abs=0.02)
     assert most == pytest.approx(0.555, abs=0.01)
 
 
 def test_published_rates_are_in_one_unit() -> None:
-    hours = {fleet.name: fleet.hours for fleet in goodput.FLEETS}
+    hours = {fleet.name: fleet.hours for fleet in failure_costs.FLEETS}
     assert hours["Llama 3, 16,384 H100"] / 16_384 == pytest.approx(54 * 24 / 419)
     assert hours["Meta RSC-1, A100"] / 16_384 == pytest.approx(1.8, rel=0.01)  # as that source projects for 16,384
     assert hours["Meta RSC-1, A100"] / 131_072 == pytest.approx(0.23, rel=0.03)
@@ -166,11 +170,11 @@ def test_what_this_code_has_measured_is_what_its_files_say() -> None:
         rows = [line.split(",") for line in file if line[0].isdigit()]
     seconds = {int(row[0]): float(row[2]) for row in rows}
     steady = [seconds[step] for step in range(6, 41)]
-    assert statistics.stdev(steady) / statistics.mean(steady) == pytest.approx(goodput.JITTER, rel=0.01)
+    assert statistics.stdev(steady) / statistics.mean(steady) == pytest.approx(failure_costs.STEP_JITTER, rel=0.01)
     assert seconds[41] - statistics.mean(steady) == pytest.approx(0.25, abs=0.005)
     with open("benchmarks/h200-train-8b-2-checkpoint.json") as file:
         saved = json.load(file)["systems"][0]["turns"][0]["saved"]
-    assert saved["bytes"] / saved["writing"] == pytest.approx(goodput.NODE_STORES, rel=0.01)
+    assert saved["bytes"] / saved["writing"] == pytest.approx(failure_costs.NODE_STORAGE_RATE, rel=0.01)
 
 
 def test_the_largest_of_many_draws() -> None:
@@ -179,10 +183,10 @@ def test_the_largest_of_many_draws() -> None:
     )
     draws = np.random.default_rng(0).standard_normal((20_000, 16)).max(1)
     assert expected_maximum(16) == pytest.approx(draws.mean(), abs=4 * draws.std() / math.sqrt(len(draws)))
-    few, many = straggling(16, 8), straggling(16_384, 8)
+    few, many = expected_straggling(16, 8), expected_straggling(16_384, 8)
     assert (few.jitter, many.jitter) == pytest.approx((0.0127, 0.0286), abs=1e-4)
     assert (few.chance, many.chance) == pytest.approx((1 - 0.995**2, 1), abs=1e-4)
-    assert straggling(16_384, 8, 0).jitter == 0
+    assert expected_straggling(16_384, 8, 0).jitter == 0
 
 
 def test_goodput_of_llama_3_says_what_it_rests_on() -> None:
@@ -251,13 +255,14 @@ def test_a_plan_has_days_with_failures_and_the_best_interval() -> None:
     planned = ff.plan("llama3-70b", "64x8xH100", tokens="1.4T", fix="tp=8,pp=4,zero=1", batch=512)
     run = planned.training.run(planned.explained)
     assert run.every == run.best == planned.job.checkpoint.every
-    assert run.every * run.step == pytest.approx(young(run.failures), rel=0.1)
+    assert run.every * run.step == pytest.approx(young_interval(run.failures), rel=0.1)
     with_failures = planned.to_dict()["training"]["with_failures"]
     assert with_failures["days"]["p10"] > planned.to_dict()["training"]["days"]
     assert with_failures["checkpoint_every"] == run.every
     text = str(planned)
     assert (
-        f"with failures, one in {length(run.failures.between / DAY)}, and a checkpoint every {run.every} steps" in text
+        f"with failures, one in {days_text(run.failures.between / DAY)}, and a checkpoint every {run.every} steps"
+        in text
     )
     why = planned.training.settings(planned.explained)["checkpoint.every"].why
     assert "the shortest expected run, if it fails once in" in why

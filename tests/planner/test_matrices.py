@@ -12,8 +12,8 @@ from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.base import reads_whole
 from fivefold.optim.muon import Muon
 from fivefold.planner.explain import traffic
+from fivefold.planner.option import evaluate
 from fivefold.planner.plan import workload_of
-from fivefold.planner.search import evaluate
 from fivefold.spec.presets import preset
 
 

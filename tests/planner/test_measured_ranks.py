@@ -5,11 +5,11 @@ from msgspec import structs
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.planner import plan
-from fivefold.planner.mixed import merged, orders
-from fivefold.planner.mixed_compare import slowed
+from fivefold.planner.mixed import merge_groups, orders
+from fivefold.planner.mixed_compare import slow_accelerator
 
 FAST = structs.replace(ACCELERATORS["CPU"], memory_bandwidth=1e10)
-SLOW = slowed(FAST, 2.0)
+SLOW = slow_accelerator(FAST, 2.0)
 
 
 def ranks(*devices) -> Cluster:
@@ -19,9 +19,9 @@ def ranks(*devices) -> Cluster:
 def test_measured_ranks_keep_their_numbers_and_those_of_a_catalogue_may_move() -> None:
     assert list(orders(ranks(FAST, SLOW))) == [ranks(FAST, SLOW)]
     assert len(list(orders(Cluster.parse("8xH100+8xA100")))) == 2
-    assert merged(ranks(FAST, SLOW, FAST)) == ranks(FAST, SLOW, FAST)
-    assert merged(ranks(FAST, FAST, SLOW)) == Cluster((Group(2, 1, FAST), Group(1, 1, SLOW)))
-    assert merged(Cluster.parse("8xH100+8xA100+8xH100")) == Cluster.parse("2x8xH100+8xA100")
+    assert merge_groups(ranks(FAST, SLOW, FAST)) == ranks(FAST, SLOW, FAST)
+    assert merge_groups(ranks(FAST, FAST, SLOW)) == Cluster((Group(2, 1, FAST), Group(1, 1, SLOW)))
+    assert merge_groups(Cluster.parse("8xH100+8xA100+8xH100")) == Cluster.parse("2x8xH100+8xA100")
 
 
 def test_the_slow_rank_gets_fewer_layers_wherever_it_is() -> None:

@@ -17,10 +17,20 @@ from fivefold.job.config import read_job
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
 from fivefold.planner.explain import neighbours
-from fivefold.planner.mixed import divided, fitting, footprints, groups_of, hosts, layers_of, merged, refined
-from fivefold.planner.mixed_compare import SCHEDULES, compare, halved, slowed
+from fivefold.planner.mixed import (
+    divide_layers,
+    fits_on_all_ranks,
+    footprints,
+    groups_of,
+    hosts_in_rank_order,
+    layers_of,
+    merge_groups,
+    refine_split,
+)
+from fivefold.planner.mixed_compare import SCHEDULES, compare, slow_accelerator, slow_half
+from fivefold.planner.option import evaluate
 from fivefold.planner.plan import plan, simulate
-from fivefold.planner.search import evaluate, search, trained_layout
+from fivefold.planner.search import search, trained_layout
 from fivefold.schedules.check import prove
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.spec.model import ModelSpec
@@ -58,17 +68,17 @@ def test_the_split_is_the_best_of_all(schedule: str, cluster: str) -> None:
     """Every split of six layers that fits is simulated."""
     spec = preset("llama3-8b", layers=6)
     workload = mixed(f"pp={Cluster.parse(cluster).world},schedule={schedule},microbatches=8", cluster, spec=spec)
-    found = refined(divided(workload))
+    found = refine_split(divide_layers(workload))
     each = (structs.replace(workload.layout, split=split) for split in every_split(6, workload.layout.stages))
-    best = min(estimate(one).seconds for layout in each if fitting(one := replace(workload, layout=layout)))
-    assert fitting(found)
+    best = min(estimate(one).seconds for layout in each if fits_on_all_ranks(one := replace(workload, layout=layout)))
+    assert fits_on_all_ranks(found)
     assert estimate(found).seconds == pytest.approx(best, rel=1e-9)
 
 
 def test_a_rank_that_would_not_fit_gives_layers_to_the_others() -> None:
     whole = preset("llama3-8b")
-    roomy = divided(mixed("pp=4,microbatches=16,recompute=full", "2xH100+2xA100", 16, 8192, whole))
-    tight = divided(mixed("pp=4,microbatches=16", "2xH100+2xA100", 16, 8192, whole))
+    roomy = divide_layers(mixed("pp=4,microbatches=16,recompute=full", "2xH100+2xA100", 16, 8192, whole))
+    tight = divide_layers(mixed("pp=4,microbatches=16", "2xH100+2xA100", 16, 8192, whole))
     assert min(layers_of(roomy)[:2]) > max(layers_of(roomy)[2:])  # by speed
     assert layers_of(tight)[0] < layers_of(roomy)[0]  # rank 0 holds four microbatches of all that a block keeps
     for rank, needs in enumerate(footprints(tight)):
@@ -76,7 +86,7 @@ def test_a_rank_that_would_not_fit_gives_layers_to_the_others() -> None:
 
 
 def test_each_rank_is_held_against_its_own_device() -> None:
-    workload = divided(mixed("pp=2,microbatches=4,recompute=full", "1xH100+1xRTX4090", 4))
+    workload = divide_layers(mixed("pp=2,microbatches=4,recompute=full", "1xH100+1xRTX4090", 4))
     assert [workload.device_memory_of(rank) for rank in (0, 1)] == [
         one.accelerator.memory for one in workload.cluster.groups
     ]
@@ -129,19 +139,19 @@ def test_two_groups_of_one_device_are_one() -> None:
     )
     assert [option.layout for option in one.options] == [option.layout for option in two.options]
     assert [option.seconds for option in one.options] == [option.seconds for option in two.options]
-    apart = merged(Cluster.parse("8xH100+8xA100+8xH100+8xA100"))
+    apart = merge_groups(Cluster.parse("8xH100+8xA100+8xH100+8xA100"))
     assert apart == Cluster.parse("2x8xH100+2x8xA100")
 
 
 def test_groups_that_are_equally_fast_take_equal_layers() -> None:
     """Unlike in name only: the time is that of like nodes."""
-    machines = halved(Cluster.parse("4x1xH100"), 1.0)
+    machines = slow_half(Cluster.parse("4x1xH100"), 1.0)
     assert len(machines.groups) == 2
     layout = Layout.parse("pp=4,microbatches=8,split=2,2,2,2")
     unlike = Workload(SMALL, layout, machines, 2048, 8, groups=groups_of(machines, layout))
     alike = Workload(SMALL, layout, Cluster.parse("4x1xH100"), 2048, 8)
     assert estimate(unlike).seconds == pytest.approx(estimate(alike).seconds)
-    assert estimate(refined(divided(unlike))).seconds <= estimate(alike).seconds
+    assert estimate(refine_split(divide_layers(unlike))).seconds <= estimate(alike).seconds
 
 
 def test_the_order_of_the_groups_is_a_choice() -> None:
@@ -160,9 +170,9 @@ def test_the_order_of_the_groups_is_a_choice() -> None:
 
 def test_hosts_keep_the_names_that_the_user_gave(tmp_path: Path) -> None:
     cluster = Cluster.parse("4x8xH100+2x4xA100")
-    assert hosts(cluster, 1, "4x8xh100+2x4xA100") == "4x8xh100+2x4xA100"
-    assert hosts(cluster, 2, "4x8xh100+2x4xA100") == "2x8xh100+4xA100+2x8xh100+4xA100"
-    assert hosts(cluster, 2, str(tmp_path / "tables.toml")) == str(tmp_path / "tables.toml")
+    assert hosts_in_rank_order(cluster, 1, "4x8xh100+2x4xA100") == "4x8xh100+2x4xA100"
+    assert hosts_in_rank_order(cluster, 2, "4x8xh100+2x4xA100") == "2x8xh100+4xA100+2x8xh100+4xA100"
+    assert hosts_in_rank_order(cluster, 2, str(tmp_path / "tables.toml")) == str(tmp_path / "tables.toml")
 
 
 def test_the_planned_job_trains_with_the_very_schedule(tmp_path: Path) -> None:
@@ -180,7 +190,7 @@ def test_the_planned_job_trains_with_the_very_schedule(tmp_path: Path) -> None:
 
 
 def test_neighbours_divide_the_layers_anew_and_name_the_even_split() -> None:
-    workload = divided(mixed("tp=2,pp=4,sp,microbatches=8,recompute=full", "4xH100+4xA100"))
+    workload = divide_layers(mixed("tp=2,pp=4,sp,microbatches=8,recompute=full", "4xH100+4xA100"))
     found = {one.change: one for one in neighbours(evaluate(workload))}
     assert found["even layers"].slower > 0.2  # type: ignore[operator]
     assert len(found["schedule=zb-v"].layout.split) == 8
@@ -217,7 +227,7 @@ def test_schedules_are_compared_on_slower_halves() -> None:
 
 def test_a_slower_device_takes_that_much_longer() -> None:
     group = Cluster.parse("2xCPU").groups[0]
-    slow = structs.replace(group, accelerator=slowed(group.accelerator, 2.0))
+    slow = structs.replace(group, accelerator=slow_accelerator(group.accelerator, 2.0))
     fast, twice = (
         Workload(preset("tiny"), Layout(pp=2, microbatches=4), Cluster((one,)), 128, 4, "fp32").block_cost.block
         for one in (group, slow)

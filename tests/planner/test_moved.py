@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fivefold.cost.software import MOVED, ON_CPUS
+from fivefold.cost.software import ELEMENTWISE_BYTES, ON_CPUS
 from fivefold.job.config import read_job
 from fivefold.model.rope import apply_rotary
 from fivefold.parallel.mesh import Mesh
@@ -62,7 +62,7 @@ def test_bytes_of_float32_operators_are_counted(name: str, compute: Callable[...
     with Moves() as back:
         torch.autograd.grad(out, [*given, *learned], slope)
     count, wide = ROWS * WIDTH, 2  # the table is of 2-byte numbers
-    planned = getattr(MOVED["float32"], name)
+    planned = getattr(ELEMENTWISE_BYTES["float32"], name)
     assert ahead.bytes / count / wide == pytest.approx(planned[0], rel=0.05)
     if name != "residual":  # whose slopes are the same tensor; the sum is where the two ways meet, in the block
         assert back.bytes / count / wide == pytest.approx(planned[1], rel=0.05)

@@ -13,11 +13,12 @@ from fivefold.cost.step import Workload, estimate
 from fivefold.cost.systems import MEGATRON_CORE
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
+from fivefold.planner.option import evaluate
 from fivefold.planner.plan import simulate
-from fivefold.planner.search import evaluate, search
+from fivefold.planner.search import search
 from fivefold.planner.space import SearchQuery, space
 from fivefold.render.blocks import to_text
-from fivefold.schedules.costs import alone, play_pair
+from fivefold.schedules.costs import play_pair, seconds_alone
 from fivefold.spec.presets import preset
 
 V3 = preset("deepseek-v3")
@@ -38,8 +39,8 @@ def test_halves_are_the_stages_passes_cut_at_their_messages(workload: Workload):
     for stage, (forward, backward) in enumerate(costs.segments):
         parts = [part for segment in (*forward, *backward) for part in segment]
         assert min(parts) >= 0
-        assert alone(forward) == pytest.approx(costs.f[stage])
-        assert alone(backward) == costs.b[stage] <= costs.i[stage] + costs.w[stage] + 1e-9
+        assert seconds_alone(forward) == pytest.approx(costs.f[stage])
+        assert seconds_alone(backward) == costs.b[stage] <= costs.i[stage] + costs.w[stage] + 1e-9
         # Nothing is lost: without any overlap they are the passes of software that has none.
         assert sum(parts) == pytest.approx(apart.f[stage] + apart.b[stage])
     # Some stages have dense layers alone, or the head.

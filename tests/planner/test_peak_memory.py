@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from fivefold.cost.model_state import OURS, PAPER, paper, state, state_of
+from fivefold.cost.model_state import FIVEFOLD_ACCOUNTING, PAPER_ACCOUNTING, paper, state, state_of
 from fivefold.cost.peak_memory import footprint, footprint_of
 from fivefold.cost.software import FIVEFOLD
 from fivefold.cost.step import Workload
@@ -14,8 +14,8 @@ from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
-from fivefold.planner.closed import BlockArrays, BlockShape
-from fivefold.planner.closed_experts import DenseCost
+from fivefold.planner.closed_forms import BlockArrays, BlockShape
+from fivefold.planner.closed_forms_moe import DenseCost
 from fivefold.planner.space import SearchQuery, space
 from fivefold.schedules.registry import build
 from fivefold.schedules.schedule import live_counts
@@ -31,7 +31,9 @@ def workload(layout: str, model: str = "llama3-8b", cluster: str = "8xH100", bat
 def test_the_zero_paper_s_table(zero: int, gigabytes: float) -> None:
     """arXiv 1910.02054, table 1: 7.5 billion parameters on 64 GPUs."""
     assert paper(7.5e9, zero, 64).total / 1e9 == pytest.approx(gigabytes, rel=0.005)
-    assert OURS.state(1.0, 1.0, 0, 1).total - PAPER.state(1.0, 1.0, 0, 1).total == 2  # for gradients
+    assert (
+        FIVEFOLD_ACCOUNTING.state(1.0, 1.0, 0, 1).total - PAPER_ACCOUNTING.state(1.0, 1.0, 0, 1).total == 2
+    )  # for gradients
 
 
 class Momentum(OptimizerConfig, frozen=True):

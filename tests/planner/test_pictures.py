@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli import app
 from fivefold.planner.explain import traffic
-from fivefold.planner.mesh import listed, mesh
+from fivefold.planner.mesh_picture import group_text, mesh
 from fivefold.planner.pictures import components, memory, overview, sent
 from fivefold.planner.plan import plan
 from fivefold.planner.result import PlanResult
@@ -131,5 +131,5 @@ def test_what_cannot_be_drawn_is_refused_in_a_sentence(asked: str, sentence: str
 
 
 def test_no_single_rank_is_left_out_of_a_list() -> None:
-    assert listed(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
-    assert listed(range(9)) == "0, 1, 2, 3, 4, 5, ... 8"
+    assert group_text(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
+    assert group_text(range(9)) == "0, 1, 2, 3, 4, 5, ... 8"

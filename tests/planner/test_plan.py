@@ -1,6 +1,7 @@
 """Planning as functions: names or objects in, one result out, whole at any width."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -12,7 +13,7 @@ from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
-from fivefold.planner.goodput import saved_bytes
+from fivefold.planner.failure_costs import saved_bytes
 from fivefold.planner.plan import fixed_choices, plan, plan_given_layout, simulate, workload_of
 from fivefold.planner.result import PlanResult
 from fivefold.render.blocks import to_text
@@ -123,8 +124,16 @@ def test_a_long_pipeline_is_shown_from_its_start_and_its_end_with_the_bubble_of_
     assert any(getattr(shape, "text", "").startswith("p=4  m=256") for shape in scene.shapes)
 
 
-class Momentum(OptimizerConfig, frozen=True):
+class Momentum(OptimizerConfig, tag=f"{__name__}:Momentum", frozen=True):
+    """Planned, and never run."""
+
     states = ("momentum",)
+
+    def update(self, masters: Any, grads: Any, states: Any, rate: float, decay: float, step: int) -> None:
+        raise NotImplementedError
+
+    def stock(self, groups: Any, **options: Any) -> Any:
+        raise NotImplementedError
 
 
 FP8 = ["model=llama3-8b", "layout=dp=8,zero=3,recompute=full", "train.dtype=bfloat16", "train.fp8=true"]

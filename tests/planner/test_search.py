@@ -14,7 +14,8 @@ from fivefold.cost.traffic import expected_traffic
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import complexity, difference, neighbours, simplest, traffic
-from fivefold.planner.search import Option, Ranking, evaluate, search
+from fivefold.planner.option import Option, evaluate
+from fivefold.planner.search import Ranking, search
 from fivefold.planner.space import SearchQuery, space
 from fivefold.schedules.registry import build
 from fivefold.schedules.simulate import simulate
@@ -259,7 +260,7 @@ def test_a_long_schedule_is_counted_on_from_its_steady_state() -> None:
         (EIGHT, {"tp": 8, "dp": 2}, "take 16 ranks"),
         (EIGHT, {"schedule": "gpipe"}, "is not searched"),
         (EIGHT, {"microbatches": 7}, "does not divide the batch of 128; nearest: microbatches=8 or 4"),
-        (EIGHT, {"replicate": 2}, "replicate=2 copies the shards of zero=3; fix zero=3, too"),
+        (EIGHT, {"replicate": 2}, "replicate=2 copies the shards of zero=3; also fix zero=3"),
         (
             EIGHT,
             {"replicate": 3, "zero": 3},

@@ -9,9 +9,10 @@ from fivefold.cost.kernels import Device
 from fivefold.cost.peak_memory import USABLE_FRACTION
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.hardware.cluster import Cluster
-from fivefold.planner.serve import ServePlan, compute_bound_rows, serve
+from fivefold.planner.serve import ServePlan, serve
 from fivefold.planner.serve_cost import Replica, largest, memory_needed, stage_weights, whole_cache, whole_weights
 from fivefold.planner.serve_options import Service, evaluate
+from fivefold.planner.serve_sentences import compute_bound_rows
 from fivefold.spec.presets import preset
 from tests.refusals import refusal
 

@@ -10,19 +10,20 @@ from typer.testing import CliRunner
 from fivefold.cli import app
 from fivefold.cost.kernels import Device
 from fivefold.hardware.accelerators import find_accelerator
-from fivefold.planner.serve import ServePlan, serve, why_not
+from fivefold.planner.serve import ServePlan, serve
 from fivefold.planner.serve_cost import (
     Replica,
     degrees,
     exchange,
+    experts_touched,
     memory_needed,
     most_touched,
     stage_weights,
-    touched,
     whole_cache,
     whole_weights,
 )
 from fivefold.planner.serve_options import milliseconds
+from fivefold.planner.serve_sentences import why_not
 from fivefold.spec.blocks import Experts
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
@@ -41,13 +42,13 @@ def replica(model: str, tp: int = 1, dp: int = 1, device: Device = H100, **more:
 def test_the_experts_that_a_step_touches_are_counted() -> None:
     own = Experts(count=8, top_k=2, ffn=1)
     every = [set(one) | set(other) for one, other in product(combinations(range(8), 2), repeat=2)]
-    assert touched(own, 1) == 2
-    assert touched(own, 2) == pytest.approx(sum(map(len, every)) / len(every))
+    assert experts_touched(own, 1) == 2
+    assert experts_touched(own, 2) == pytest.approx(sum(map(len, every)) / len(every))
     fullest = [max(sum(number // 2 == rank for number in one) for rank in range(4)) for one in every]
     assert most_touched(own, 4, 2) == pytest.approx(sum(fullest) / len(fullest), rel=0.05)
     assert most_touched(own, 8, 1) == 1  # a token visits somebody
     assert most_touched(own, 4, 1000) == pytest.approx(2)
-    assert most_touched(own, 1, 3) == touched(own, 3)
+    assert most_touched(own, 1, 3) == experts_touched(own, 3)
 
 
 def test_memory_has_every_expert_once_however_they_are_dealt_out() -> None:
@@ -120,7 +121,7 @@ def test_a_step_reads_the_experts_that_are_visited_and_a_prompt_computes_with_th
     assert one.step(1, 0).weights == pytest.approx(read, rel=0.01)
     more = one.step(4, 0).weights
     assert more == pytest.approx(
-        read + 2 * 32 * (touched(spec.experts, 4) - 2) * 3 * 4096 * 14336 / H100.bandwidth, rel=0.01
+        read + 2 * 32 * (experts_touched(spec.experts, 4) - 2) * 3 * 4096 * 14336 / H100.bandwidth, rel=0.01
     )
     assert one.step(64, 0).weights == pytest.approx(2 * (spec.parameter_count - looked_up) / H100.bandwidth, rel=0.01)
     flops = 2 * spec.active_parameters * 2048

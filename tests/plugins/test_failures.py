@@ -11,7 +11,7 @@ import fivefold as ff
 from fivefold.job.config import Job, read_job
 from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
-from fivefold.model.hf_names import sources, unnamed
+from fivefold.model.hf_names import sources, unnamed_kinds
 from fivefold.model.layers import TokenPositions
 from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy, loss_sum
 from fivefold.optim.base import check_update, matrix_flops, matrix_memory, reading, reads_whole, states_of
@@ -272,10 +272,10 @@ def test_a_parameter_alone_may_have_a_place_of_its_own_in_files_of_hugging_face(
     model = made("kind", f"{two}'mine.a': HfTensor('x.a'), 'mine.b': HfTensor('y')}}").model
     names = [next(sources(model, parameter)).name for parameter in model.block_parameters(0)]
     assert {"model.layers.0.x.a", "model.layers.0.y"} < {*names}
-    assert unnamed(model) == []
+    assert unnamed_kinds(model) == []
     plugins._imported.clear()
     del sys.modules["mine"]
-    [problem] = unnamed(made("kind", f"{two}'mine.a': HfTensor('x.a')}}").model)
+    [problem] = unnamed_kinds(made("kind", f"{two}'mine.a': HfTensor('x.a')}}").model)
     assert "have mine.b; its method hf_names(self, spec) gives mine_norm, mine.a" in problem
 
 
@@ -367,7 +367,7 @@ def test_a_module_that_leaves_the_program_is_named_and_is_no_success(made: Made,
     model, tokens = made("kind", replaced=replaced).model, torch.zeros(2, 4, dtype=torch.int64)
     with pytest.raises((UserError, SystemExit)) as error:
         Decoder(model)(tokens, TokenPositions.of(tokens))
-    blamed = error.value if isinstance(error.value, UserError) else plugins.blamed(error.value)
+    blamed = error.value if isinstance(error.value, UserError) else plugins.plugin_error(error.value)
     assert blamed is not None
     code = {"__init__": "plugin.protocol", "forward": "plugin.raised"}[member]
     assert "SystemExit: 0 (" in said(blamed, code)
@@ -499,12 +499,12 @@ def test_a_plugin_is_not_blamed_for_what_a_machine_does(made: Made, tmp_path: Pa
     optimizer = made("optimizer", f"def accumulate(self, grads, states, step):\n    {raises}").optimizer
     with pytest.raises(Exception) as raised:  # noqa: PT011
         optimizer.accumulate([], [], 1)
-    found = plugins.blamed(raised.value)
+    found = plugins.plugin_error(raised.value)
     assert (found is not None) is blamed
     if found is not None:
         assert f"mine:Mine: accumulate raised {type(raised.value).__name__}: {raised.value}" in str(found)
         assert f"({tmp_path / 'mine.py'}, line 8)" in str(found)
-    assert plugins.blamed(ValueError("no plugin's")) is None
+    assert plugins.plugin_error(ValueError("no plugin's")) is None
 
 
 @pytest.mark.parametrize(

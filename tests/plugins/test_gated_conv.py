@@ -21,7 +21,7 @@ from fivefold.generation.request import Request, generate
 from fivefold.generation.sampling import Sampling
 from fivefold.job.config import read_job, to_toml
 from fivefold.model.decoder import Decoder
-from fivefold.model.hf_names import unnamed
+from fivefold.model.hf_names import unnamed_kinds
 from fivefold.model.init import initialise
 from fivefold.model.layers import TokenPositions
 from fivefold.model.ops import LocalOps
@@ -203,9 +203,9 @@ def test_its_weights_lie_in_files_of_hugging_face_where_it_says(
 def test_a_kind_without_names_has_no_place_in_files(conv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = _layer(conv)
     monkeypatch.setattr(type(kind.mixer), "hf_names", BlockKind.hf_names)
-    [problem] = unnamed(_job(conv))
+    [problem] = unnamed_kinds(_job(conv))
     assert problem.startswith(f"{NAME} does not say where files of Hugging Face have conv.b, conv.c, conv.filter, ")
-    assert unnamed(ff.preset("tiny-deepseek")) == unnamed(ff.preset("tiny-oss")) == []
+    assert unnamed_kinds(ff.preset("tiny-deepseek")) == unnamed_kinds(ff.preset("tiny-oss")) == []
 
 
 def _layer(conv: Path, **settings: int) -> Layer:

@@ -61,8 +61,8 @@ def test_a_wrong_slope_is_found(focal: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_slice_and_a_part_of_the_words_are_compiled_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "BACKEND", "aot_eager")
-    fused._compiled.cache_clear()
+    monkeypatch.setattr(compiler, "COMPILER_BACKEND", "aot_eager")
+    fused._compile_kernels.cache_clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     loss = read_job(None, WITH_DECAY).loss

@@ -20,7 +20,7 @@ from fivefold.layout.rules import Given, problems
 from fivefold.layout.stages import stages_of
 from fivefold.model.decoder import Decoder
 from fivefold.planner.search import search
-from fivefold.planner.serve_cost import kept
+from fivefold.planner.serve_cost import cached_numbers
 from fivefold.planner.space import SearchQuery, space
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
@@ -152,7 +152,7 @@ def test_it_is_planned_counted_and_divided_as_before(name: str, package: None) -
             steps = [layer_collectives(spec, layout, SEQ, BATCH, "bfloat16", layer) for spec in (first, second)]
             assert list(steps[0]) == list(steps[1])
     for kinds, other in zip(first.counted(), second.counted(), strict=True):
-        assert kept(first, 2, kinds, 100) == kept(second, 2, other, 100)
+        assert cached_numbers(first, 2, kinds, 100) == cached_numbers(second, 2, other, 100)
     spaces = [space(SearchQuery(_workload(spec, Layout()), {"samples": 1})) for spec in (first, second)]
     assert np.array_equal(spaces[0].seconds, spaces[1].seconds)
     assert np.array_equal(spaces[0].memory, spaces[1].memory)

@@ -7,7 +7,7 @@ import pytest
 
 import fivefold as ff
 from fivefold.cli import _is_first_to_say
-from fivefold.launch.heartbeat import BEATS
+from fivefold.launch.heartbeat import BEATS_ENV
 from fivefold.support import plugins
 from fivefold.support.errors import UserError
 
@@ -48,10 +48,10 @@ def test_one_that_lacks_nothing_is_taken(tmp_path: Path, forgotten: None, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(GOOD)
     sys.path[:] = [place for place in sys.path if place not in ("", str(tmp_path))]
-    before = plugins.imported()
+    before = plugins.imported_plugins()
     job = ff.read_job(None, ["optimizer.name=mine:Mine", "optimizer.gain=2"])
     assert (job.optimizer.name, job.plugins, job.problems()) == ("mine:Mine", ["mine:Mine"], [])
-    assert {*plugins.imported()} - {*before} == {"mine:Mine"}
+    assert {*plugins.imported_plugins()} - {*before} == {"mine:Mine"}
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_a_plain_name_is_looked_up_and_never_imported(tmp_path: Path, monkeypatc
 
 
 def test_ranks_of_one_launcher_say_a_sentence_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(BEATS, raising=False)
+    monkeypatch.delenv(BEATS_ENV, raising=False)
     assert [_is_first_to_say("one"), _is_first_to_say("one")] == [True, True]
-    monkeypatch.setenv(BEATS, str(tmp_path / "beats"))
+    monkeypatch.setenv(BEATS_ENV, str(tmp_path / "beats"))
     assert [_is_first_to_say(word) for word in ("one", "one", "two", "one")] == [True, False, True, False]
-    monkeypatch.setenv(BEATS, str(tmp_path / "gone" / "beats"))
+    monkeypatch.setenv(BEATS_ENV, str(tmp_path / "gone" / "beats"))
     assert _is_first_to_say("one")

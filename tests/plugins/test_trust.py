@@ -269,14 +269,14 @@ def test_a_module_that_this_process_has_is_used_and_asked_for_nothing(
     import evil  # type: ignore[import-not-found]
 
     assert type(read_job(job).optimizer) is evil.Evil
-    assert plugins.imported() == [NAME]
+    assert plugins.imported_plugins() == [NAME]
 
 
 def test_what_several_stored_names_need_is_one_line_to_copy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["fivefold", "train", "runs/my run"])
-    problems = [plugins.untrusted(setting, name) for setting, name in [
+    problems = [plugins.untrusted_problem(setting, name) for setting, name in [
         ("optimizer.name", "a:A"), ("model.pattern[0].mixer", "b:B"), ("model.pattern[1].mlp", "b:B")]]  # fmt: skip
     with pytest.raises(SystemExit):
         _refuse(Console(stderr=True, soft_wrap=True), UserError(problems))

@@ -26,7 +26,7 @@ from fivefold.render.scene import (
     rgb,
     text_on,
 )
-from fivefold.schedules.palette import HUES
+from fivefold.schedules.palette import KIND_COLOURS
 
 # Machado, Oliveira and Fernandes 2009, "A physiologically-based model for simulation of color vision deficiency",
 # severity 1.0, for linear RGB.
@@ -59,7 +59,7 @@ def apart(one: tuple[int, int, int], other: tuple[int, int, int], sight: str) ->
 def test_everybody_can_tell_the_colours_apart(sight: str) -> None:
     for one, other in combinations([*COLOURS, REST], 2):
         assert apart(rgb(one), rgb(other), sight) >= 12, (one, other)
-    for hue, another in combinations(HUES.values(), 2):
+    for hue, another in combinations(KIND_COLOURS.values(), 2):
         assert apart(hue, another, sight) >= 12, (hue, another)
 
 

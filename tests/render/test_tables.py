@@ -32,11 +32,12 @@ from fivefold.labs.catalogue import StartedLab, lab_of, labs
 from fivefold.labs.lab import FileVerdict
 from fivefold.layout.layout import Layout
 from fivefold.planner import mixed_compare as mixed
-from fivefold.planner.context import context, lengths
+from fivefold.planner.compare_cp import compare_cp
+from fivefold.planner.cp_by_length import cp_by_length
 from fivefold.planner.decision import decide
 from fivefold.planner.error_range import bands
 from fivefold.planner.model_summary import model
-from fivefold.planner.textbook import zero
+from fivefold.planner.textbook_formulas import zero
 from fivefold.render.blocks import Block, Result, Table, to_text
 from fivefold.schedules.result import PublishedResult, compare
 from fivefold.spec.presets import models
@@ -145,8 +146,8 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "GoodputResult": lambda: ff.goodput("llama3-405b", "2048x8xH100", tokens="15.6T", batch=2048, fix=FIXED),
     "ServePlan": lambda: ff.serve("llama3-405b", "2x8xH100", prompt=2048, output=512, ttft=0.6, tpot=0.1),
     "MixedSchedules": lambda: mixed.compare("llama3-8b", "4x8xH100", layout=LAYOUT, batch=64, slower=(1.5,)),
-    "ContextResult": lambda: context(131_072, 8),
-    "LengthsResult": lambda: lengths([8192, 131_072], cluster="8xH100"),
+    "ContextResult": lambda: compare_cp(131_072, 8),
+    "LengthsResult": lambda: cp_by_length([8192, 131_072], cluster="8xH100"),
     "ModelList": lambda: models(seq=8192),
     "ModelResult": lambda: model("llama3-405b"),
     "AcceleratorList": accelerators,

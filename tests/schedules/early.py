@@ -3,19 +3,19 @@
 from dataclasses import replace
 from itertools import islice
 
-from fivefold.schedules.actions import MESSAGES, Action, Channel
-from fivefold.schedules.schedule import NOTHING, Schedule
+from fivefold.schedules.actions import MESSAGE_KINDS, Action, Channel
+from fivefold.schedules.schedule import NO_BOUNDS, Schedule
 
 
 def posted_early(schedule: Schedule, buffers: int) -> Schedule:
     """The same compute orders. A channel's first `buffers` receives stand at the head of the list, receive n right
     behind the consumer of message n - buffers, and sends right behind their producers. Nothing is promised."""
     ranks = tuple(_wired(schedule, rank, buffers) for rank in range(schedule.p))
-    return replace(schedule, ranks=ranks, buffers=buffers, promise=NOTHING)
+    return replace(schedule, ranks=ranks, buffers=buffers, promise=NO_BOUNDS)
 
 
 def _wired(schedule: Schedule, rank: int, buffers: int) -> tuple[Action, ...]:
-    order = [action for action in schedule.ranks[rank] if action.kind not in MESSAGES]
+    order = [action for action in schedule.ranks[rank] if action.kind not in MESSAGE_KINDS]
     needs = {(kind, channel.target): channel for channel in schedule.placement.channels for kind in channel.compute}
     feeds = {(kind, channel.source): channel for channel in schedule.placement.channels for kind in channel.compute}
     queues: dict[Channel, list[Action]] = {}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.schedules.actions import ALL, Action, Channel, Kind, parse_token, tokens
+from fivefold.schedules.actions import ALL_MICROBATCHES, Action, Channel, Kind, parse_token, tokens
 from fivefold.schedules.schedule import Placement, live_counts, peak_live
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRAD
@@ -15,7 +15,7 @@ def test_every_action_reads_back_from_its_token(token: str) -> None:
 
 
 def test_an_action_without_a_microbatch_is_for_all_of_them() -> None:
-    assert parse_token("STEP4") == [Action(Kind.STEP, 4, ALL)]
+    assert parse_token("STEP4") == [Action(Kind.STEP, 4, ALL_MICROBATCHES)]
 
 
 @pytest.mark.parametrize("token", ["B5.3&F0.7", "F0.7&B5.3"])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.schedules.costs import Segment, alone, play_pair
+from fivefold.schedules.costs import Segment, play_pair, seconds_alone
 
 LAYER = (Segment(2.0, 1.0), Segment(1.0, 1.0), Segment(0.5))  # alone 5.5
 BACK = (Segment(1.0, 1.0), Segment(2.0, 1.0), Segment(3.0))  # alone 8
@@ -35,8 +35,8 @@ def test_pairs_by_hand(forward, backward, together) -> None:
 
 
 def test_a_pass_alone() -> None:
-    assert alone(LAYER) == 5.5
-    assert alone((Segment(1.0, 2.0, 0.5), Segment(1.0, 2.0, 3.0))) == 1 + 2 + 1 + 3
+    assert seconds_alone(LAYER) == 5.5
+    assert seconds_alone((Segment(1.0, 2.0, 0.5), Segment(1.0, 2.0, 3.0))) == 1 + 2 + 1 + 3
     assert play_pair(LAYER, BACK)[:2] == (5.5, 8.0)
     assert play_pair(LAYER, BACK).hidden == 3.5
 

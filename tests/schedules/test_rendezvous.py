@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from fivefold.cli import app
 from fivefold.schedules.actions import (
     BACKWARD,
-    COMPUTE,
+    COMPUTE_KINDS,
     FORWARD,
     INPUT_GRAD,
     LAST_READERS,
-    MESSAGES,
+    MESSAGE_KINDS,
     WEIGHT_GRAD,
     Action,
     Kind,
@@ -152,10 +152,10 @@ def test_a_send_stands_right_behind_its_producer_or_the_pair_it_is_in() -> None:
         for order in build(name, 4, 8).ranks:
             last: list[Action] = []
             for before, action in pairwise(order):
-                if before.kind in COMPUTE:
+                if before.kind in COMPUTE_KINDS:
                     last = [*(last if last and last[-1].joined else []), before]
-                if action.kind in MESSAGES and action.kind.startswith("SEND"):
-                    assert before.kind not in MESSAGES or before.kind.startswith("SEND")
+                if action.kind in MESSAGE_KINDS and action.kind.startswith("SEND"):
+                    assert before.kind not in MESSAGE_KINDS or before.kind.startswith("SEND")
                     assert action[1:3] in [one[1:3] for one in last]
 
 

@@ -278,7 +278,7 @@ def test_times_must_fit_the_stages() -> None:
         "w=-1 is not a duration": lambda: Costs.even(four, w=-1),
         r"f=1e\+308 is not a duration": lambda: Costs.even(four, f=1e308),
         "f has times for 2 stages, and w for 1": lambda: Costs((1, 1), (1, 1), (1,), b=(2, 2), activation=(1, 1)),
-        "1f1b has 4 stages, and the costs are those of 2": lambda: simulate(
+        "1f1b has 4 stages, and the costs have 2": lambda: simulate(
             build("1f1b", 4, 8), Costs.even(Placement.single(2))
         ),
         "rank 7 cannot be slowed": lambda: Costs.even(four).slowed(four, {7: 2}),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.support.errors import LONGEST, MOST, UserError
+from fivefold.support.errors import MAX_PROBLEMS, MAX_SENTENCE, UserError
 from fivefold.support.parsing import Missing, path_of, read_json, read_toml
 from tests.refusals import refusal
 
@@ -66,8 +66,8 @@ def test_a_path_that_a_file_can_have_is_kept(monkeypatch) -> None:
 
 
 def test_a_flood_of_problems_is_cut_once() -> None:
-    flood = UserError("x" * (LONGEST + n) for n in range(1000))
-    assert len(flood.problems) == MOST + 1
+    flood = UserError("x" * (MAX_SENTENCE + n) for n in range(1000))
+    assert len(flood.problems) == MAX_PROBLEMS + 1
     assert flood.problems[-1] == "and 980 more problems"
-    assert max(map(len, flood.problems)) < LONGEST + 10
+    assert max(map(len, flood.problems)) < MAX_SENTENCE + 10
     assert UserError(flood.problems).problems == flood.problems

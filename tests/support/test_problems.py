@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from fivefold.job.config import KEYS
+from fivefold.job.config import SECTION_KEYS
 from fivefold.layout.rules import RULES
 from fivefold.support.errors import Problem, UserError
 from tests.layers import modules, nodes
@@ -51,7 +51,7 @@ def _texts(node: ast.expr) -> Iterator[str]:
             yield from _texts(node.orelse)
 
 
-SETTINGS = {f"{section}.{key}" for section, keys in KEYS.items() for key in (*keys, "X")}
+SETTINGS = {f"{section}.{key}" for section, keys in SECTION_KEYS.items() for key in (*keys, "X")}
 
 
 def same(code: str, row: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from fivefold.layout.layout import Layout
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import checked, outside, within
+from fivefold.support.ranges import check_range, outside, within
 
 
 @pytest.mark.parametrize(
@@ -24,10 +24,10 @@ from fivefold.support.ranges import checked, outside, within
 def test_an_argument_is_held_against_its_range(value, sentence: str | None) -> None:
     allowed = within(1, 10, "give more")
     if sentence is None:
-        assert checked("seq", value, allowed) == value
+        assert check_range("seq", value, allowed) == value
     else:
         with pytest.raises(UserError) as caught:
-            checked("seq", value, allowed)
+            check_range("seq", value, allowed)
         assert caught.value.problems == [sentence]
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from fivefold.support.progress import late_bar, shown, silenced
+from fivefold.support.progress import is_shown, late_bar, silence
 
 
 class Terminal(io.StringIO):
@@ -28,7 +28,7 @@ def test_a_bar_comes_late_and_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_silence_ends_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with silenced():
-        assert not shown()
+    with silence():
+        assert not is_shown()
         assert drawn(monkeypatch) == ""
-    assert shown()
+    assert is_shown()

@@ -15,7 +15,7 @@ from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
 from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.traffic import TrafficCounter
+from fivefold.parallel.traffic_counter import TrafficCounter
 from fivefold.tracing.chrome import COMPUTE, WAITS, write
 from fivefold.tracing.clock_offset import clock_offset
 from fivefold.tracing.records import Trace

@@ -102,7 +102,7 @@ def test_a_rank_alone_checks_what_it_holds_and_what_it_computes(
 ) -> None:
     """Compute against itself: a flip that does not repeat."""
     every = ["train.steps=4", "checkpoint.save=false", "watch.shards=2", "watch.replay=3", *changes]
-    ends = {at: trained(small_job(tokens, *every), 1, tmp_path, f"flip@step=3,at={at}")[0] for at in faults.FLIPPED}
+    ends = {at: trained(small_job(tokens, *every), 1, tmp_path, f"flip@step=3,at={at}")[0] for at in faults.FLIP_PLACES}
     held = "step 4: what nobody else holds has changed between the updates of steps 3 and 4, on rank 0: "
     model = " as the model has it" if BFLOAT16 in changes else ""
     assert f"{held}embedding.weight{model};" in ends["weight"]
@@ -138,7 +138,7 @@ def test_damaged_state_is_not_saved_and_what_may_be_is_set_aside(tokens: Path, t
     assert "on rank 1 (dp 1): exp_avg of embedding.weight; " in found
     assert "from the last checkpoint before step 4" in found
     assert ended == second[1][0] == ""
-    assert [path.name for path in Store(before).aside()] == ["step-00000004.suspect"]
+    assert [path.name for path in Store(before).set_aside_folders()] == ["step-00000004.suspect"]
     ((_, uninterrupted),), _ = run_ranks(2, saved, [(job, "")], again)
     assert losses == {step: uninterrupted[step] for step in (3, 4, 5, 6)}
 

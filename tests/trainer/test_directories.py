@@ -10,9 +10,9 @@ import pytest
 
 from fivefold.checkpoint.manifest import MANIFEST
 from fivefold.job.config import Job, TrainConfig, read_job
-from fivefold.launch.world import PLANNED, RESTARTS, RUN
+from fivefold.launch.world import PLANNED_ENV, RESTARTS_ENV, RUN_ID_ENV
 from fivefold.support.errors import UserError
-from fivefold.trainer.directories import OWNERS, claim, earlier, identities, owners, run_directory, sign
+from fivefold.trainer.directories import OWNERS_FILE, claim, earlier, identities, owners, run_directory, sign
 from tests.commands import fivefold
 from tests.trainer.test_ends import FAST
 
@@ -27,7 +27,7 @@ def named(parent: Path, *changes: str) -> Job:
 
 
 def torchrun(run: str, restarts: int = 0) -> dict[str, str]:
-    return {RUN: run, RESTARTS: str(restarts)}
+    return {RUN_ID_ENV: run, RESTARTS_ENV: str(restarts)}
 
 
 def slurm(job: int, restarts: int = 0, step: int | None = 0) -> dict[str, str]:
@@ -37,7 +37,7 @@ def slurm(job: int, restarts: int = 0, step: int | None = 0) -> dict[str, str]:
 
 def start(job: Job, env: Mapping[str, str], fresh: bool = False, saves: bool = True) -> str:
     """The name of the directory in which a start trains, and as a rule leaves a checkpoint."""
-    directory = run_directory(job, fresh, env)
+    directory = run_directory(job, fresh=fresh, env=env)
     if saves:
         step = directory / "checkpoints/step-00000001"
         step.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def start(job: Job, env: Mapping[str, str], fresh: bool = False, saves: bool = T
 
 
 A, B, BATCH = "train.seed=1", "train.seed=2", {"step": None}
-ELASTIC = torchrun("seven") | {PLANNED: "0.1"}
+ELASTIC = torchrun("seven") | {PLANNED_ENV: "0.1"}
 # Starts one after the other: a setting of the job, the launcher's words, how, and the name of the directory.
 Story = list[tuple[str, dict[str, str], str, str]]
 STORIES: dict[str, Story] = {
@@ -69,7 +69,7 @@ STORIES: dict[str, Story] = {
     "an elastic run goes on in its own directory also where its launcher counts no start": [
         ("", ELASTIC, "fresh", "sn"), ("", {}, "fresh", "sn-2"),
         ("", ELASTIC, "fresh", "sn"),  # other members: torchrun's count stays 0
-        ("", torchrun("none") | {PLANNED: "0.1"}, "fresh", "sn-3"),  # a name that all runs have
+        ("", torchrun("none") | {PLANNED_ENV: "0.1"}, "fresh", "sn-3"),  # a name that all runs have
     ],
     "a restart by name never takes the directory of another run": [
         # A is at step 150 when B of the same name and launcher's word comes; then A is started again.
@@ -117,20 +117,20 @@ def test_a_command_that_the_newest_refuses_has_an_earlier_one_of_the_same_job(jo
 def test_damage_to_the_names_of_runs_stops_a_restart_and_no_command_by_hand(job: Job, tmp_path: Path) -> None:
     assert start(job, torchrun("a")) == "sn"
     assert start(job, torchrun("b"), fresh=True) == "sn-2"
-    file = tmp_path / "sn" / OWNERS
+    file = tmp_path / "sn" / OWNERS_FILE
     whole = file.read_bytes()
     for bit in range(0, 8 * len(whole), 3):
         data = bytearray(whole)
         data[bit // 8] ^= 1 << bit % 8
         file.write_bytes(data)
         with suppress(UserError):  # as a rule; a bit of white space changes nothing
-            assert run_directory(job, False, torchrun("a", 1)).name == "sn"
+            assert run_directory(job, fresh=False, env=torchrun("a", 1)).name == "sn"
             file.write_bytes(whole)
     file.unlink()
     os.mkfifo(file)
     with pytest.raises(UserError, match="cannot be told"):
-        run_directory(job, False, torchrun("a", 1))
-    assert run_directory(job, False, torchrun("b", 1)).name == "sn-2"
+        run_directory(job, fresh=False, env=torchrun("a", 1))
+    assert run_directory(job, fresh=False, env=torchrun("b", 1)).name == "sn-2"
     assert start(job, {}) == "sn-2"
 
 
@@ -142,13 +142,13 @@ def test_a_directory_remembers_the_last_runs(tmp_path: Path) -> None:
 
 
 def test_pipes_in_the_place_of_its_files_stop_a_run_at_once(job: Job, tmp_path: Path) -> None:
-    for name in ("claim", f"{OWNERS}.half"):
+    for name in ("claim", f"{OWNERS_FILE}.half"):
         os.mkfifo(tmp_path / name)
     with pytest.raises(UserError, match=r"cannot write .*claim: .*are free there"):
         claim(tmp_path)
     sign(tmp_path, ["a"])
     assert owners(tmp_path) == ["a"]
-    os.close(os.open(tmp_path / OWNERS, os.O_RDONLY))
+    os.close(os.open(tmp_path / OWNERS_FILE, os.O_RDONLY))
 
 
 def test_a_requeued_run_goes_on_where_it_was_killed(tokens: Path, tmp_path: Path) -> None:

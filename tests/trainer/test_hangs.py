@@ -9,7 +9,7 @@ import pytest
 from fivefold.checkpoint import save
 from fivefold.job.config import Job
 from fivefold.launch import heartbeat
-from fivefold.launch.watchdog import watched
+from fivefold.launch.watchdog import watch
 from fivefold.parallel.control import Control
 from tests.checkpoint.runs import Run, small_job
 from tests.commands import fivefold
@@ -77,7 +77,7 @@ def save_slowly(rank: int, world: int, job: Job, directory: Path) -> tuple[float
     run.keeper.control = run.keeper.saver.control = Control(run.trainer.mesh, timeout=1.0)
     if rank == 1:
         save.beat = lambda size: (time.sleep(0.08), heartbeat.beat(size))
-    with watched(1.0, rank, world):
+    with watch(1.0, rank, world):
         heartbeat.enter("step 1")  # whose limit is the short one
         run.keeper.save(1)
         assert run.keeper.saver.finish() is None
@@ -92,9 +92,9 @@ def test_a_slow_save_that_moves_is_waited_for(tokens: Path, tmp_path: Path) -> N
 
 def test_a_suspended_watcher_counts_only_its_own_time(tmp_path: Path) -> None:
     board = heartbeat.Board(tmp_path / "beats", 1)
-    os.environ[heartbeat.BEATS] = str(tmp_path / "beats")
+    os.environ[heartbeat.BEATS_ENV] = str(tmp_path / "beats")
     try:
-        with watched(0.5):
+        with watch(0.5):
             heartbeat.enter("step 1")
             assert not board.still([0])
             board.ranks[0].last -= 3600  # an hour in which this process slept
@@ -105,4 +105,4 @@ def test_a_suspended_watcher_counts_only_its_own_time(tmp_path: Path) -> None:
             heartbeat.beat()
             assert not board.still([0])
     finally:
-        del os.environ[heartbeat.BEATS]
+        del os.environ[heartbeat.BEATS_ENV]

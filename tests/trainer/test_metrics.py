@@ -12,7 +12,17 @@ import pytest
 from fivefold.render.scene import Curve
 from fivefold.support.errors import UserError
 from fivefold.trainer.outputs import chart
-from fivefold.trainer.records import MOST, Evaluation, MetricsFile, Step, from_line, read, recent, to_line, trim
+from fivefold.trainer.records import (
+    MAX_FILE_BYTES,
+    Evaluation,
+    MetricsFile,
+    Step,
+    from_line,
+    read,
+    read_recent,
+    to_line,
+    trim,
+)
 from fivefold.trainer.restart_limit import last_recorded_step
 from fivefold.trainer.result import TrainResult
 
@@ -196,11 +206,11 @@ def test_a_line_that_no_decoder_takes_is_damage(line: bytes) -> None:
 
 def test_metrics_that_are_too_long_are_refused_before_a_run_goes_on_and_its_own_are_not(metrics: Path) -> None:
     """The file has a hole: it takes no room."""
-    os.truncate(metrics, MOST + 1)
+    os.truncate(metrics, MAX_FILE_BYTES + 1)
     for reads in (lambda: list(read(metrics)), lambda: trim(metrics, 3), lambda: last_recorded_step(metrics.parent)):
         with pytest.raises(UserError, match=r"metrics.jsonl has 4.00 GiB, and at most 4.00 GiB are read; move it away"):
             reads()
-    assert next(read(metrics, MOST + 1))[1] == step(1, 6.5)
+    assert next(read(metrics, MAX_FILE_BYTES + 1))[1] == step(1, 6.5)
 
 
 def test_steps_without_a_loss_have_none_also_those_that_earlier_releases_wrote_as_zero(tmp_path: Path) -> None:
@@ -235,7 +245,7 @@ def test_a_line_whose_sum_stands_otherwise_is_damaged(metrics: Path) -> None:
 @pytest.mark.parametrize("most", [1, 100, 400, 10_000])
 def test_of_a_long_file_the_newest_lines_are_shown_and_the_rest_is_named(metrics: Path, most: int) -> None:
     whole = metrics.read_bytes()
-    records, left = recent(metrics, most)
+    records, left = read_recent(metrics, most)
     assert records == [from_line(line) for line in whole[left:].splitlines(keepends=True)]
     assert None not in records
     assert left == 0 or whole[left - 1 : left] == b"\n"
@@ -245,7 +255,7 @@ def test_of_a_long_file_the_newest_lines_are_shown_and_the_rest_is_named(metrics
 def test_a_result_says_what_it_has_not_read(metrics: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert TrainResult.read(metrics.parent).left_out == 0
     last = len(to_line(step(3)))
-    monkeypatch.setattr(recent, "__defaults__", (last,))
+    monkeypatch.setattr(read_recent, "__defaults__", (last,))
     found = TrainResult.read(metrics.parent)
     assert [one.step for one in found.steps] == [3]
     assert found.to_dict()["left_out"] == metrics.stat().st_size - last

@@ -1,6 +1,7 @@
 """What a run writes beside its checkpoints: what cannot be written is said, and exit code 0 means that all is there."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -158,3 +159,13 @@ def test_training_outlives_the_reader_of_what_it_prints(tokens: Path, tmp_path: 
     done = fivefold(*words(tokens, *more, "train.steps=3"), cwd=tmp_path, before=before)
     assert (done.returncode, done.stderr) == (0, "")
     assert saved(tmp_path) == [3]
+
+
+def test_a_plugin_whose_code_has_changed_since_the_last_start_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "environment.json"
+    file.write_text(json.dumps({"plugins": {"a:A": "1", "b:B": "2"}}))
+    assert outputs._other_plugins(file, {"plugins": {"a:A": "1", "b:B": "3", "c:C": "4"}}) == ["b:B"]
+    for text in ("", "[]", '{"plugins": 3}', '{"fivefold": "0.1.0"}'):  # damaged, or of a release before
+        file.write_text(text)
+        assert outputs._other_plugins(file, {"plugins": {"a:A": "1"}}) == []
+    assert outputs._other_plugins(tmp_path / "none", {"plugins": {"a:A": "1"}}) == []

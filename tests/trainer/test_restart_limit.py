@@ -7,8 +7,8 @@ import pytest
 
 from fivefold.support.errors import UserError
 from fivefold.trainer.records import Step, read, to_line
-from fivefold.trainer.restart_limit import MAX_STARTS, PROGRESS, count_start, last_recorded_step
-from fivefold.trainer.restart_time import FILE as RECOVERIES
+from fivefold.trainer.restart_limit import MAX_STARTS_WITHOUT_STEP, PROGRESS_FILE, count_start, last_recorded_step
+from fivefold.trainer.restart_time import RECOVERIES_FILE as RECOVERIES
 from fivefold.trainer.restart_time import Recovery
 
 
@@ -22,40 +22,40 @@ def record(directory: Path, step: int) -> None:
 def test_starts_without_a_new_step_end(tmp_path: Path) -> None:
     count_start(tmp_path, again=False, steps=99)
     record(tmp_path, 7)
-    for _ in range(MAX_STARTS):
+    for _ in range(MAX_STARTS_WITHOUT_STEP):
         count_start(tmp_path, again=True, steps=99)
-    with pytest.raises(UserError, match=f"{MAX_STARTS} starts in a row have made no step after step 7"):
+    with pytest.raises(UserError, match=f"{MAX_STARTS_WITHOUT_STEP} starts in a row have made no step after step 7"):
         count_start(tmp_path, again=True, steps=99)
     count_start(tmp_path, again=True, steps=99)  # by who has read that, and mended the cause
-    for _ in range(2 * MAX_STARTS):
+    for _ in range(2 * MAX_STARTS_WITHOUT_STEP):
         count_start(tmp_path, again=True, steps=7)  # of a run that is done
 
 
 def test_a_start_by_hand_begins_the_count_anew(tmp_path: Path) -> None:
-    for _ in range(3 * MAX_STARTS):
+    for _ in range(3 * MAX_STARTS_WITHOUT_STEP):
         count_start(tmp_path, again=False, steps=99)
 
 
 def test_a_new_step_is_progress(tmp_path: Path) -> None:
-    for step in range(1, 3 * MAX_STARTS):
+    for step in range(1, 3 * MAX_STARTS_WITHOUT_STEP):
         count_start(tmp_path, again=True, steps=99)
         record(tmp_path, step)
-    assert last_recorded_step(tmp_path) == 3 * MAX_STARTS - 1
+    assert last_recorded_step(tmp_path) == 3 * MAX_STARTS_WITHOUT_STEP - 1
 
 
 def test_a_pipe_in_place_of_the_count_is_waited_for_by_nobody(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / PROGRESS)
+    os.mkfifo(tmp_path / PROGRESS_FILE)
     count_start(tmp_path, again=True, steps=99)
-    assert (tmp_path / PROGRESS).is_file()
+    assert (tmp_path / PROGRESS_FILE).is_file()
 
 
 @pytest.mark.parametrize(
     "text", ["{", "9" * 5_000, '{"step": ' + "9" * 900 + "0", "[" * 500, '{"step": "\\ud800"}', "{}" * 600]
 )
 def test_a_count_that_cannot_be_read_begins_anew(tmp_path: Path, text: str) -> None:
-    (tmp_path / PROGRESS).write_text(text)
+    (tmp_path / PROGRESS_FILE).write_text(text)
     count_start(tmp_path, again=True, steps=99)
-    assert (tmp_path / PROGRESS).read_text() == '{"step":0,"starts":1}\n'
+    assert (tmp_path / PROGRESS_FILE).read_text() == '{"step":0,"starts":1}\n'
     assert last_recorded_step(tmp_path) == 0
 
 

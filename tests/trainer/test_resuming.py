@@ -11,10 +11,10 @@ import pytest
 from fivefold.checkpoint.store import Store
 from fivefold.data.prepare import prepare
 from fivefold.job.config import read_job
-from fivefold.job.resume_rules import changes, refusals
+from fivefold.job.resume_rules import changes, resume_problems
 from fivefold.support.errors import UserError
-from fivefold.trainer.resuming import run_named, stored_job
-from fivefold.trainer.run import finished
+from fivefold.trainer.resuming import job_of_run, run_named
+from fivefold.trainer.run import finished_sentence
 from tests.commands import Command, fivefold, start
 
 FAST = ["train.batch=4", "data.seq=16", "train.eval_samples=0", "model.layers=1", "model.hidden=32", "model.ffn=48",
@@ -91,7 +91,7 @@ def test_a_run_goes_on_in_its_directory_with_its_job_wherever_it_was_moved(folde
     assert shown == [*layout, "optimizer.schedule_steps: 0 -> 6", "train.steps: 6 -> 8"]
     assert rates(folder / "else/where")[5:] == pytest.approx([3e-4] * 3)
     assert len(rates(folder / "runs/run")) == 6
-    job = stored_job(folder / "else/where")
+    job = job_of_run(folder / "else/where")
     assert (job.run.name, job.run.dir) == ("where", str(folder / "else"))
     assert sorted(path.name for path in (folder / "else").glob("[!.]*")) == ["where"]
 
@@ -105,7 +105,7 @@ def test_a_schedule_from_a_file_moves_with_its_run(tokens: Path, tmp_path: Path)
     (tmp_path / "runs/run").rename(tmp_path / "moved")
     done = fivefold("train", "moved", "train.steps=7", "optimizer.schedule_steps=6", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert stored_job(tmp_path / "moved").layout.schedule == str(tmp_path / "moved/schedule.txt")
+    assert job_of_run(tmp_path / "moved").layout.schedule == str(tmp_path / "moved/schedule.txt")
 
 
 def test_fresh_trains_the_job_of_a_directory_in_a_new_one(folder: Path) -> None:
@@ -132,7 +132,7 @@ def test_words_that_name_no_run_are_sentences(folder: Path, monkeypatch) -> None
     assert run_named("runs/run/") == run
     assert run_named("job.toml") is run_named(None) is run_named("runs/run/job.toml") is None
     with pytest.raises(UserError, match=r"run.name=x is not runs/run.*train runs/run/job.toml"):
-        stored_job(run, ["run.name=x"])
+        job_of_run(run, ["run.name=x"])
     for text, said in {
         "[train\n": "cannot be read as TOML",
         "run = 3\n": "has settings where it should",
@@ -140,11 +140,11 @@ def test_words_that_name_no_run_are_sentences(folder: Path, monkeypatch) -> None
     }.items():
         (run / "job.toml").write_text(text)
         with pytest.raises(UserError, match=said) as error:
-            stored_job(run)
+            job_of_run(run)
         assert "runs/run/job.toml" in str(error.value)
     (run / "job.toml").unlink()
-    assert stored_job(run, ["train.steps=9"]).train.steps == 9  # the checkpoint has the job, too
-    assert stored_job(run).model.hidden == 32
+    assert job_of_run(run, ["train.steps=9"]).train.steps == 9  # the checkpoint has the job, too
+    assert job_of_run(run).model.hidden == 32
     for one in Store(run / "checkpoints").complete():
         shutil.rmtree(one.path)
     with pytest.raises(UserError, match="is not the directory of a run"):
@@ -248,7 +248,7 @@ def test_a_schedule_is_longer_than_its_warm_up() -> None:
 )
 def test_what_a_finished_run_offers_is_accepted(words: list[str], keeps: str) -> None:
     before = read_job(None, ["train.steps=12", *words])
-    said = finished(Path("runs/run"), before, 12)
+    said = finished_sentence(Path("runs/run"), before, 12)
     assert f"'fivefold train runs/run train.steps=24{keeps}' continues it" in said
     now = read_job(None, ["train.steps=12", *words, "train.steps=24", *keeps.split()])
-    assert now.problems() == refusals(before, now, 12, changes(before, now), Path("runs/run"), named=True) == []
+    assert now.problems() == resume_problems(before, now, 12, changes(before, now), Path("runs/run"), named=True) == []

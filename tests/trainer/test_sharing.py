@@ -27,7 +27,7 @@ def test_blind_nodes_are_named_with_their_ranks_and_the_way_out() -> None:
 
 
 def look(rank: int, world: int, folders: list[Path]) -> list[str]:
-    run._SETTLES = 0.3
+    run._DIRECTORY_WAIT = 0.3
     with closing(Control(Mesh.of(Layout(dp=world), torch.device("cpu")), 10.0)) as control:
         marked = control.broadcast_value(run.mark(folders[0]) if rank == 0 else Path(), Path)
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fivefold.trainer.restart_time import FILE, Recovered
+from fivefold.trainer.restart_time import RECOVERIES_FILE, Recovered
 from tests.cli.test_checkpoint import FAST, tokens  # noqa: F401 - a fixture
 from tests.cli.test_cli import losses
 from tests.cluster.hosts import Task
@@ -57,7 +57,7 @@ class Agents:
 
     @property
     def recoveries(self) -> list[Recovered]:
-        file = self.folder / "runs/run" / FILE
+        file = self.folder / "runs/run" / RECOVERIES_FILE
         lines = file.read_bytes().splitlines() if file.exists() else []
         return [msgspec.json.decode(line, type=Recovered) for line in lines]
 

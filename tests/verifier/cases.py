@@ -74,7 +74,7 @@ def several(rank: processes.Rank, proofs: list[tuple[Job, Path, str]]) -> list[R
         rank.join("gloo")
     found = []
     for one, reference, bug in proofs:
-        with processes.named(bug)():
+        with processes.import_function(bug)():
             found.append(compare_steps(rank, one, reference))
     return found
 
@@ -259,7 +259,7 @@ def a_quick_compiler() -> None:
     """Graphs are made as always, and run by PyTorch's own kernels. A compiler of C++ would take a minute."""
     from fivefold.model import compiler
 
-    compiler.BACKEND = "aot_eager"
+    compiler.COMPILER_BACKEND = "aot_eager"
 
 
 def rank_1_dies() -> None:

@@ -12,7 +12,7 @@ from fivefold.layout.rank_part import part_of
 from fivefold.layout.sharding import kv_head
 from fivefold.layout.sharding import local_params as parameters
 from fivefold.layout.stages import stages_of
-from fivefold.planner.mesh import mesh
+from fivefold.planner.mesh_picture import mesh
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 from fivefold.web.mesh import payload, rank, ranks

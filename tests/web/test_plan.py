@@ -9,7 +9,7 @@ import pytest
 import fivefold as ff
 from fivefold.layout.layout import Layout
 from fivefold.planner import plan as planning
-from fivefold.planner.nearest import moved, nearest, problems, steps
+from fivefold.planner.nearest import nearest, problems, steps, with_field
 from fivefold.planner.plan import question
 from fivefold.support.errors import UserError
 from fivefold.web.plan import is_large, payload, search, why
@@ -30,7 +30,7 @@ def a_layout(words: dict[str, str], random: random.Random) -> Layout:
     for field in ("tp", "pp", "cp", "ep", "zero", "microbatches", "recompute", "schedule"):
         assert layout is not None
         value = random.choice([one for one in steps(workload, layout)[field] if not isinstance(one, int) or one <= 16])
-        layout = nearest(workload, moved(workload, layout, field, str(value)), field)
+        layout = nearest(workload, with_field(workload, layout, field, str(value)), field)
     assert layout is not None
     return layout
 

@@ -1,5 +1,7 @@
 """`report`: one file that holds all it shows, fetches nothing, and has the figures of the command."""
 
+import base64
+import gzip
 import json
 import re
 import socket
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 
 import fivefold as ff
 from fivefold.cli import app
+from fivefold.schedules.registry import CATALOGUE
 from fivefold.support.errors import UserError
 from fivefold.tracing.chrome import lanes
 from fivefold.tracing.result import TraceResult
@@ -21,6 +24,7 @@ from fivefold.web import report as reporting
 from fivefold.web.mesh import payload as meshing
 from fivefold.web.mesh import rank as one_rank
 from fivefold.web.plan import payload as planning
+from fivefold.web.plan import why as reasons
 from fivefold.web.question import Ask
 from fivefold.web.redact import _places, without_paths
 from fivefold.web.report import verify_payload
@@ -142,6 +146,47 @@ def test_a_schedule_stands_beside_the_others_for_its_numbers(tmp_path: Path) -> 
     words.pop("schedule")
     assert view["parts"]["every"] == json.loads(json.dumps(every(Ask(words))))
     assert view["parts"]["made"] == json.loads(json.dumps(made_anew(Ask(words))))
+
+
+def further(view: dict[str, Any]) -> dict[str, Any]:
+    """The answers to other questions that a view holds."""
+    found: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(view["held"]["gzip"])))
+    assert set(view["held"]["keys"]) - found.keys() == {view["held"]["keys"][0]}  # its own
+    return found
+
+
+def test_a_page_of_a_schedule_can_be_played_without_a_server(tmp_path: Path) -> None:
+    """It holds what the server would answer, for the whole catalogue, with half and twice as many microbatches."""
+    ff.report(ff.draw("zb-v", pp=2, microbatches=4, times="f=1,i=1,w=1,comm=0.1"), tmp_path / "s.html")
+    (view,) = held(tmp_path / "s.html")["views"]
+    answers = further(view)
+    assert view["held"]["by"] == ["schedule", "microbatches"]
+    assert len(answers) == 3 * len(CATALOGUE) - 1
+    words = {"pp": "2", "times": "f=1,i=1,w=1,comm=0.1"}
+    served = json.loads(json.dumps(payload(Ask(words | {"schedule": "gpipe", "microbatches": "8"}))))
+    for key in ("asked", "drawn", "refused"):
+        assert answers["gpipe 8"]["payload"][key] == served[key], key
+    listed = json.loads(json.dumps(every(Ask(words | {"microbatches": "8"}))))
+    assert answers["zb-v 8"]["parts"]["every"] == listed
+    assert answers["gpipe 8"]["payload"]["asks"]["every"] == {"schedule": "zb-v", "microbatches": "8"}
+    assert answers["dualpipe-v 2"]["payload"]["refused"]
+    assert view["held"]["offers"]["steps"]["microbatches"] == [2, 4, 8]
+
+
+def test_a_page_of_a_plan_holds_the_layouts_that_it_lists(tmp_path: Path) -> None:
+    found = ff.plan(*QUESTION, **SMALL)
+    ff.report(found, tmp_path / "plan.html")
+    view = held(tmp_path / "plan.html")["views"][0]
+    answers = further(view)
+    near = [str(one.layout) for one in found.neighbours if one.slower is not None]
+    assert set(view["held"]["keys"]) == {*near, *(str(option.layout) for option in found.options)}
+    words = {"model": QUESTION[0], "cluster": QUESTION[1], "batch": "8", "seq": "64"}
+    for layout, answer in answers.items():
+        served = json.loads(json.dumps(planning(Ask(words | {"layout": layout}))))
+        for key in ("figures", "shown", "ranks"):
+            assert answer["payload"][key] == served[key], key
+        asked = Ask(words | {"layout": layout, "best": str(found.chosen.layout)})
+        assert answer["parts"]["why"] == json.loads(json.dumps(reasons(asked)))
 
 
 def test_several_schedules_have_a_tab_each_and_may_be_files(tmp_path: Path) -> None:
@@ -383,7 +428,7 @@ def test_verify_writes_the_page_of_a_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert held(tmp_path / "v.html")["views"][0]["name"] == "verify"
     for words, said in {
         ("v.json",): "v.json is for --html",
-        ("v.json", "--html", "v.html", "--layout", "dp=2"): "--layout says what to prove, and v.json is a proof",
+        ("v.json", "--html", "v.html", "--layout", "dp=2"): "--layout says what to prove, but v.json is a finished proof",
         (".", "--html", "v.html"): ". is a directory",
         ("--curve", "--html", "v.html"): "--html cannot be combined with --curve",
         ("--curve", "--all", "--jobs", "2"): "--all, --jobs cannot be combined with --curve",

@@ -19,7 +19,7 @@ from fivefold.support.errors import UserError
 from fivefold.tracing.chrome import STEPS, lanes
 from fivefold.tracing.result import TraceResult
 from fivefold.tracing.summary import TraceSummary
-from fivefold.trainer.records import METRICS, to_line, trim
+from fivefold.trainer.records import METRICS_FILE, to_line, trim
 from fivefold.trainer.result import TrainResult
 from fivefold.web import run as api_run
 from fivefold.web import run_files
@@ -38,7 +38,7 @@ def asked(*roots: Path, **words: str | int) -> Ask:
 
 def test_figures_are_those_of_the_metrics(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "demo", experts=True)
-    with (folder / METRICS).open("ab") as file:
+    with (folder / METRICS_FILE).open("ab") as file:
         file.write(b'{"kind":"step"}\n')
     page = payload(asked(tmp_path))
     (run,) = page["shown"]
@@ -64,7 +64,7 @@ def test_the_tail_is_read_from_its_offset(tmp_path: Path) -> None:
     nothing = tail(asked(tmp_path, **at))
     assert (nothing["columns"]["step"], nothing["anew"], "events" in nothing) == ([], False, False)
     five, six = to_line(step(5)), to_line(step(6))
-    with (folder / METRICS).open("ab", buffering=0) as file:
+    with (folder / METRICS_FILE).open("ab", buffering=0) as file:
         file.write(five + b"damaged\n" + six[:20])
         first = tail(asked(tmp_path, **at))
         assert (first["columns"]["step"], first["damaged"]) == ([5], 1)  # half a line is not damaged: it may go on
@@ -78,13 +78,13 @@ def test_the_tail_is_read_from_its_offset(tmp_path: Path) -> None:
 def test_a_run_that_resumes_writes_its_metrics_anew(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "demo", 8)
     (run,) = payload(asked(tmp_path))["shown"]
-    trim(folder / METRICS, 3)  # as a start after step 3 does; then it goes beyond where the other was
-    with (folder / METRICS).open("ab") as file:
+    trim(folder / METRICS_FILE, 3)  # as a start after step 3 does; then it goes beyond where the other was
+    with (folder / METRICS_FILE).open("ab") as file:
         file.writelines(to_line(step(number)) for number in range(4, 30))
     found = tail(asked(tmp_path, run="demo", file=run["file"], offset=run["offset"], life=run["life"]))
     assert found["anew"]
     assert found["columns"]["step"] == [*range(1, 30)]
-    os.truncate(folder / METRICS, 0)
+    os.truncate(folder / METRICS_FILE, 0)
     cut = tail(asked(tmp_path, run="demo", file=found["file"], offset=found["offset"], life=""))
     assert (cut["anew"], cut["columns"]["step"], cut["offset"]) == (True, [], 0)
 
@@ -209,11 +209,11 @@ def test_links_that_lead_out_are_left_alone(tmp_path: Path) -> None:
     given = tmp_path / "given"
     inner = a_run(given / "demo", 1)
     (given / "away").symlink_to(outside)
-    for name in (METRICS, "job.toml", "environment.json", "trace.json", "checkpoints", "logs"):
+    for name in (METRICS_FILE, "job.toml", "environment.json", "trace.json", "checkpoints", "logs"):
         (inner / name).unlink(missing_ok=True)
         (inner / name).symlink_to(outside / name)
-    (inner / METRICS).unlink()
-    (inner / METRICS).write_bytes(to_line(step(1)))
+    (inner / METRICS_FILE).unlink()
+    (inner / METRICS_FILE).write_bytes(to_line(step(1)))
     page = payload(asked(given))
     assert [run["name"] for run in page["runs"]] == ["demo"]
     assert page["notes"] == [
@@ -223,8 +223,8 @@ def test_links_that_lead_out_are_left_alone(tmp_path: Path) -> None:
     assert (run["job"], run["environment"], run["events"], run["traced"]) == ({}, {}, [], False)
     with pytest.raises(UserError, match="leads out of the directory"):
         trace(asked(given, run="demo"))
-    (inner / METRICS).unlink()
-    (inner / METRICS).symlink_to(outside / METRICS)
+    (inner / METRICS_FILE).unlink()
+    (inner / METRICS_FILE).symlink_to(outside / METRICS_FILE)
     (inner / "job.toml").unlink()
     (inner / "job.toml").write_text("")
     assert payload(asked(given))["shown"][0]["columns"]["step"] == []
@@ -233,7 +233,7 @@ def test_links_that_lead_out_are_left_alone(tmp_path: Path) -> None:
 def test_pipes_and_nonsense_are_survived(tmp_path: Path) -> None:
     run = tmp_path / "demo"
     run.mkdir()
-    os.mkfifo(run / METRICS)
+    os.mkfifo(run / METRICS_FILE)
     (run / "job.toml").write_bytes(b"\xff\xfe not toml [")
     (run / "environment.json").write_text("[1]")
     (run / "checkpoints/step-00000001").mkdir(parents=True)
@@ -296,7 +296,7 @@ def test_a_number_without_end_in_a_log_is_no_step(tmp_path: Path, digits: str) -
     ]  # fmt: skip
     (folder / "logs").mkdir()
     (folder / "logs/rank-0.log").write_text("\n".join(lines))
-    (folder / METRICS).write_bytes(b'{"kind":"judged","samples":' + digits.encode() + b"}\n" + to_line(step(1)))
+    (folder / METRICS_FILE).write_bytes(b'{"kind":"judged","samples":' + digits.encode() + b"}\n" + to_line(step(1)))
     (folder / "environment.json").write_text(f'{{"a": {digits}}}')
     (folder / "job.toml").write_text(f"a = {digits}")
     (shown,) = payload(asked(tmp_path))["shown"]
@@ -310,7 +310,7 @@ def test_of_a_long_file_of_metrics_parts_are_read_and_the_rest_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a_run(tmp_path / "demo", 400)
-    size = (tmp_path / "demo" / METRICS).stat().st_size
+    size = (tmp_path / "demo" / METRICS_FILE).stat().st_size
     monkeypatch.setattr("fivefold.web.run_files.MAX_PIECE_BYTES", size // 10)
     monkeypatch.setattr("fivefold.web.run_files.MAX_LINE_BYTES", size // 40)
     (run,) = payload(asked(tmp_path))["shown"]
@@ -327,7 +327,7 @@ def test_of_a_long_file_of_metrics_parts_are_read_and_the_rest_is_told(
     several = payload(asked(tmp_path, runs="demo,second,third,fourth"))["shown"]
     assert [len(each["columns"]["step"]) < len(steps) / 2 for each in several] == [True] * 4
     assert all(each["left_out"][0].startswith("metrics.jsonl has ") for each in several)
-    with (tmp_path / "demo" / METRICS).open("ab") as file:
+    with (tmp_path / "demo" / METRICS_FILE).open("ab") as file:
         file.write(to_line(step(401)))
     more = tail(asked(tmp_path, run="demo", file=run["file"], offset=run["offset"]))
     assert (more["columns"]["step"], more["anew"]) == ([401], False)
@@ -335,7 +335,7 @@ def test_of_a_long_file_of_metrics_parts_are_read_and_the_rest_is_told(
 
 def test_lines_without_end_are_counted_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = a_run(tmp_path / "demo", 2)
-    (folder / METRICS).write_bytes(b"\n" * 1000)
+    (folder / METRICS_FILE).write_bytes(b"\n" * 1000)
     monkeypatch.setattr("fivefold.web.run_files.MAX_PIECE_LINES", 100)
     (run,) = payload(asked(tmp_path))["shown"]
     assert (run["damaged"], run["offset"]) == (800, 800)
@@ -433,7 +433,7 @@ def test_a_claim_that_is_held_is_seen_and_not_touched(tmp_path: Path) -> None:
 def test_a_run_trains_as_long_as_records_come(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "demo", 2)
     assert payload(asked(tmp_path))["shown"][0]["training"]
-    os.utime(folder / METRICS, (1e9, 1e9))
+    os.utime(folder / METRICS_FILE, (1e9, 1e9))
     assert not payload(asked(tmp_path))["shown"][0]["training"]
 
 

@@ -272,7 +272,7 @@ def test_only_the_loopback_interface_is_bound() -> None:
 
 
 def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ui_module, "absent", lambda name: name == "uvicorn")
+    monkeypatch.setattr(ui_module, "not_installed", lambda name: name == "uvicorn")
     with pytest.raises(UserError, match=r'pip install "fivefold\[ui\]"'):
         ui()
 

@@ -26,11 +26,11 @@ from fivefold.cost.step import Workload, estimate
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner import error_range
-from fivefold.planner.error_range import IN_WORDS, SHARE, Band, Bands, Traits, bands, traits
+from fivefold.planner.error_range import COVERAGE, IN_WORDS, Band, Bands, Traits, bands, traits
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
-from fivefold.support.text import counted
+from fivefold.support.text import plural
 
 # ---- bands ----------------------------------------------------------------------------------------------------------
 # Computes ranges from residuals, so that a case of an unseen source lies inside with a given probability.
@@ -52,7 +52,7 @@ class Residual(NamedTuple):
     traits: Traits
 
 
-def band_of(residuals: Sequence[Residual], share: float = SHARE) -> Band:
+def band_of(residuals: Sequence[Residual], share: float = COVERAGE) -> Band:
     """The narrowest band that contains `share` of the cases of a new source."""
     sources = by_source(residuals)
     factors = _factors(residuals)
@@ -224,7 +224,7 @@ class CoverageResult(Result):
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "share": SHARE,
+            "share": COVERAGE,
             "mean": self.mean,
             "sources": [source._asdict() for source in self.time],
             "memory_mean": self.memory_mean,
@@ -248,7 +248,7 @@ class CoverageResult(Result):
             low, high = math.exp(band.low), math.exp(band.high)
             yield Text(
                 f"{what} {IN_WORDS}: {low:.2f} to {high:.2f} times the prediction, by {band.rows:,} rows of "
-                f"{counted(band.sources, 'source')}"
+                f"{plural(band.sources, 'source')}"
             )
 
     def _widths(self) -> Table:
@@ -355,7 +355,7 @@ def _table(title: str, sources: Sequence[Covered], mean: float | None) -> Table:
         rows.append((source.source, f"{source.rows:,}", *(f"{100 * part:.1f}%" for part in shares)))
     caption = (
         "error: mean absolute error of predictions made without the source; inside: share of rows, which should be "
-        f"{SHARE:.0%} in the mean of sources; below, above: rows outside the range"
+        f"{COVERAGE:.0%} in the mean of sources; below, above: rows outside the range"
     )
     error = fmean(source.error for source in sources)
     total = ("mean of sources", "", f"{100 * error:.1f}%", f"{100 * (mean or 0.0):.1f}%")

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from fivefold.accuracy.spelling import UnpredictableRow, normalize, preset_named, without_parentheses
-from fivefold.cost.moe import IMBALANCE, collapsed
+from fivefold.cost.moe import IMBALANCE, collapsed_imbalance
 from fivefold.cost.software import FUSED_EXPERTS, ExpertKernels
 from fivefold.layout.layout import Layout
 from fivefold.spec.blocks import Experts
@@ -97,7 +97,7 @@ def imbalance_of(row: RowValues, spec: ModelSpec, layout: Layout) -> float:
         return 1.0
     balance_coeff = re.search(r"aux loss (\d[\d.e-]*\d|\d)", notes)
     if balance_coeff and float(balance_coeff.group(1)) < NEGLIGIBLE_BALANCE_COEFF:
-        return collapsed(spec.experts, layout.ep)
+        return collapsed_imbalance(spec.experts, layout.ep)
     return IMBALANCE
 
 

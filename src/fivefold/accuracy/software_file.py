@@ -17,7 +17,7 @@ from msgspec import Struct, structs
 
 from fivefold.accuracy.sources import Source, defaults_of_system
 from fivefold.cost.software import Overlap
-from fivefold.layout.axes import PLACED
+from fivefold.layout.axes import PLACEMENT_ORDER
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.parsing import join, read, read_toml, unknown_key
 from fivefold.support.ranges import misfit, within
@@ -70,8 +70,8 @@ def read_software_file(path: Path) -> Source | None:
     why = f"{path.name}, from {system or DEFAULT_SYSTEM!r}"
     source, problems = _with_settings(structs.replace(base, why=why), table, "")
     order = source.software.order
-    if not set(order) <= set(PLACED) or len(set(order)) < len(order):
-        problems.append(f"software.order={list(order)} is not an order of {', '.join(PLACED)}")
+    if not set(order) <= set(PLACEMENT_ORDER) or len(set(order)) < len(order):
+        problems.append(f"software.order={list(order)} is not an order of {', '.join(PLACEMENT_ORDER)}")
     if problems:
         raise UserError(f"{path}: {'; '.join(problems)}", "accuracy.data.setting")
     return source

@@ -16,7 +16,7 @@ from fivefold.accuracy.mixture_rows import is_mixture
 from fivefold.accuracy.result import Progress, step_counter
 from fivefold.accuracy.score import SweepChoice, choices, evaluate
 from fivefold.layout.layout import Layout
-from fivefold.planner.closed import RECOMPUTES
+from fivefold.planner.closed_forms import RECOMPUTES
 from fivefold.render.blocks import Block, Result, Table, Text
 
 REGRET_NOISE = 0.03  # a smaller regret is within the noise of measured runs

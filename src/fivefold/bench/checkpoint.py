@@ -24,7 +24,7 @@ from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch import processes
 from fivefold.render.blocks import Block, Result, Table, Text
-from fivefold.support.text import bytes_text, counted, si
+from fivefold.support.text import bytes_text, plural, si
 
 _RANK = "fivefold.bench.checkpoint_rank"
 SHOWN_NAMES = {"ours": "ours: hashed, synced, atomic", "dcp": "DCP alone: synced", "torch": "torch.save: synced"}
@@ -59,7 +59,7 @@ class CheckpointResult(Result):
         step, snapshot, lost = (1e3 * figures[key] for key in ("step", "snapshot", "lost"))
         yield Text(
             f"{model.name}, {si(model.parameter_count)} parameters, {bytes_text(self.bytes)} of weights and moments, "
-            f"under {self.job.layout}; {counted(rounds, 'round')} in turns, medians\n"
+            f"under {self.job.layout}; {plural(rounds, 'round')} in turns, medians\n"
             f"a step takes {step:.0f} ms; a save stops it for {snapshot:.0f} ms, and while it is written steps lose "
             f"{lost:.0f} ms in total ({lost / step:.2f} steps)"
         )
@@ -90,7 +90,7 @@ def measure(path: str | None, changes: list[str], options: BenchOptions, on_prog
     rounds, steps, directory, timeout = options
     job = _with_steps(read_job(path, changes), 2 + 2 * rounds * steps)
     world = job.layout.world
-    on_progress(f"{counted(rounds, 'round')} on {counted(world, 'rank')}")
+    on_progress(f"{plural(rounds, 'round')} on {plural(world, 'rank')}")
     with tempfile.TemporaryDirectory(prefix="fivefold-", dir=directory) as scratch:
         result: CheckpointResult = processes.run(world, f"{_RANK}:run", job, scratch, rounds, steps, timeout=timeout)[0]
     return result
@@ -154,7 +154,7 @@ class RecoveryResult(Result):
         step, blocked, lost = (1e3 * figures[key] for key in ("step", "blocked", "lost"))
         yield Text(
             f"{model.name}, {si(model.parameter_count)} parameters, {bytes_text(self.bytes)} of weights and moments, "
-            f"under {self.job.layout}; {counted(rounds, 'start')} from each, in turns, medians\n"
+            f"under {self.job.layout}; {plural(rounds, 'start')} from each, in turns, medians\n"
             f"a step takes {step:.0f} ms; a snapshot into memory stops it for {blocked:.0f} ms, and with the steps "
             f"beside it costs {lost:.0f} ms ({lost / step:.2f} steps)"
         )
@@ -188,7 +188,7 @@ def measure_recovery(
     memory = tempfile.mkdtemp(prefix="fivefold-bench-", dir=shared)
     try:
         with tempfile.TemporaryDirectory(prefix="fivefold-", dir=directory) as scratch:
-            on_progress(f"a run on {counted(world, 'rank')} that is lost")
+            on_progress(f"a run on {plural(world, 'rank')} that is lost")
             size, usual, blocked, lost = processes.run(
                 world, f"{_RANK}:lose", job, scratch, memory, rounds, steps, timeout=timeout
             )[0]

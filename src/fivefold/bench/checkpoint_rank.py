@@ -21,7 +21,7 @@ from fivefold.bench.rank_timing import Call, timed
 from fivefold.checkpoint.load import load, newest
 from fivefold.checkpoint.memory_snapshots import MEMORY_DIR_ENV
 from fivefold.checkpoint.save import total, write
-from fivefold.checkpoint.shards import saveable_tensors, written
+from fivefold.checkpoint.shards import saveable_tensors, shards_to_write
 from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
 from fivefold.job.preflight import preflight
@@ -89,7 +89,7 @@ class CheckpointFiles:
     def __init__(self, rank: Rank, checkpoints: Checkpoints, directory: Path):
         engine, shapes = checkpoints.trainer.engine, checkpoints.shapes
         self.rank, self.control, self.manifest = rank, checkpoints.control, checkpoints.store.complete()[0].manifest
-        self.pieces = written(engine.weights, shapes, engine.optimizer, engine.buffers)
+        self.pieces = shards_to_write(engine.weights, shapes, engine.optimizer, engine.buffers)
         self.into = saveable_tensors(engine.weights, shapes, engine.optimizer)
         self.plain = {name: piece.make() for name, piece in self.pieces.items()}
         self.bytes = sum(self.control.all_gather_values(sum(tensor.nbytes for tensor in self.plain.values()), int))

@@ -38,8 +38,8 @@ from fivefold.render.blocks import Block, Result, Text
 from fivefold.spec.hf import to_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import RANKS, checked, within
-from fivefold.support.text import counted
+from fivefold.support.ranges import MAX_RANKS, check_range, within
+from fivefold.support.text import plural
 
 # PyTorch's own implementation of each axis.
 PYTORCH_PEERS = {"dp": "DDP", "zero": "FSDP2", "tp": "DTensor", "pp": "pipelining"}
@@ -156,7 +156,7 @@ class ComparisonResult(Result):
         return Text(
             f"{size}; {batch}, {job.train.dtype}, AdamW\n"
             f"torch {machine.torch}, {machine.cores} cores of {machine.name}, {self.case.threads} thread a rank; "
-            f"{counted(self.case.rounds, 'round')} in turns, medians"
+            f"{plural(self.case.rounds, 'round')} in turns, medians"
         )
 
     def blocks(self) -> Iterator[Block]:
@@ -185,7 +185,7 @@ def overhead(changes: list[str], rounds: int, on_progress: OnProgress) -> Compar
 
 
 def peers(changes: list[str], ranks: int, rounds: int, only: str, on_progress: OnProgress) -> ComparisonResult:
-    checked("--ranks", ranks, within(2, RANKS, ONE_RANK_SENTENCE))
+    check_range("--ranks", ranks, within(2, MAX_RANKS, ONE_RANK_SENTENCE))
     ours = {
         "dp": [f"dp={ranks}"],
         "tp": [f"tp={ranks}"],
@@ -206,8 +206,8 @@ def measure_all(cases: Sequence[Comparison], on_progress: OnProgress) -> Iterato
     for case in cases:
         case.check()
     for case in cases:
-        rounds = counted(case.rounds, "round")
-        on_progress(f"{len(case.systems)} systems, {rounds} in turns, up to {counted(case.world, 'rank')}")
+        rounds = plural(case.rounds, "round")
+        on_progress(f"{len(case.systems)} systems, {rounds} in turns, up to {plural(case.world, 'rank')}")
         yield measure(case)
 
 

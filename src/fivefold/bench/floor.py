@@ -25,7 +25,7 @@ from fivefold.model.grouped import Groups, product, weight_gradient
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Scores, block, head
 from fivefold.spec.pattern import Layer
-from fivefold.support.dtypes import BYTES
+from fivefold.support.dtypes import DTYPE_BYTES
 
 _MASTER_BYTES = 4  # bytes of a master, and of a moment
 _MIN_MEASUREMENT_S = 0.05  # the shortest measurement, in seconds
@@ -67,7 +67,7 @@ def products(job: Job) -> list[Product]:
 def memory(job: Job) -> dict[str, float]:
     """The fewest bytes that the parts bound by memory read and write in a step, by part."""
     model, tokens = job.model, job.train.batch * job.data.seq
-    wide = BYTES[job.train.dtype]
+    wide = DTYPE_BYTES[job.train.dtype]
     gradient = wide if job.layout.microbatches == 1 else _MASTER_BYTES  # several are added up in full precision
     copy = wide if wide < _MASTER_BYTES else 0  # the model's weight, where it is not its own master
     state = 6 * _MASTER_BYTES + gradient + copy  # the master and both moments are read and written

@@ -31,7 +31,7 @@ from fivefold.optim import OPTIMIZERS
 from fivefold.planner.plan import workload_of
 from fivefold.render.blocks import Block, Result, Text
 from fivefold.support.errors import UserError
-from fivefold.support.text import bytes_text, counted, si
+from fivefold.support.text import bytes_text, plural, si
 
 _TIMEOUT_S = 24 * 3600.0  # seconds: the user ends a measurement that takes too long
 COLUMNS = {
@@ -122,8 +122,8 @@ class OptimizerBenchResult(Result):
         size = f"{job.model.name}, {job.model.layers} layers, {si(job.model.parameter_count)} parameters"
         yield Text(
             f"{size}; {job.layout}, {job.train.dtype}\n"
-            f"{self.updates.device}, torch {self.updates.machine.torch}; {counted(world, 'rank')}, "
-            f"{counted(self.rounds, 'round')} in turns, medians of the slowest rank\n"
+            f"{self.updates.device}, torch {self.updates.machine.torch}; {plural(world, 'rank')}, "
+            f"{plural(self.rounds, 'round')} in turns, medians of the slowest rank\n"
             f"each rank reaches {paces.bandwidth / 1e9:.3g} GB/s and {paces.rate / 1e9:,.0f} GFLOP/s"
         )
         yield table([row | _shown(row) for row in self.rows()], COLUMNS)
@@ -184,7 +184,7 @@ def measure(words: list[str], names: str, rounds: int, on_progress: OnProgress) 
     refuse(too_small(rounds=rounds))
     jobs = jobs_of(words, names)
     world = next(iter(jobs.values())).layout.world
-    on_progress(f"{', '.join(jobs)}: {counted(rounds, 'round')} in turns, {counted(world, 'rank')}")
+    on_progress(f"{', '.join(jobs)}: {plural(rounds, 'round')} in turns, {plural(world, 'rank')}")
     ranks: list[Updates] = processes.run(world, "fivefold.bench.optimizer_rank:run", jobs, rounds, timeout=_TIMEOUT_S)
     return OptimizerBenchResult(jobs, rounds, slowest(ranks))
 

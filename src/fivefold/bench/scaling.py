@@ -22,7 +22,7 @@ from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
 from fivefold.render.blocks import Block, Result, Text
 from fivefold.support.errors import Note, UserError
-from fivefold.support.ranges import RANKS, checked, within
+from fivefold.support.ranges import MAX_RANKS, check_range, within
 
 AXES = ("dp", "tp", "pp", "cp", "3d")
 EXPERTS_AXIS = "ep"  # its model has experts, so it has a run of its own
@@ -146,7 +146,7 @@ def scaling(
 ) -> Iterator[ScalingResult]:
     """Yields a result after each number of ranks, with all comparisons so far."""
     refuse(too_small(**{"min-ranks": min_ranks}))
-    checked("--ranks", ranks, within(2, RANKS, ONE_RANK_SENTENCE))
+    check_range("--ranks", ranks, within(2, MAX_RANKS, ONE_RANK_SENTENCE))
     if not any(min_ranks <= 2**power <= ranks for power in range(1, ranks.bit_length())):
         raise UserError(
             f"--min-ranks {min_ranks} --ranks {ranks}: no power of two lies between them; nearest: --min-ranks 2",

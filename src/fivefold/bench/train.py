@@ -25,7 +25,7 @@ from fivefold.job.preflight import run_directory_problems
 from fivefold.launch import processes
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.support.errors import UserError
-from fivefold.support.text import bytes_text, counted, si
+from fivefold.support.text import bytes_text, plural, si
 
 CPU = "CPU"
 _TIMEOUT_S = 24 * 3600.0  # seconds: in practice no limit, the user ends a measurement that takes too long
@@ -195,7 +195,7 @@ class TrainBenchResult(Result):
     def _row(self, name: str) -> dict[str, Any]:
         step, first, last = self.step(name), self.turns[name][0], self.turns[name][-1]
         milliseconds = [1e3 * second for turn in self.turns[name] for second in turn.seconds]
-        breaks = counted(sum(last.breaks.values()), "break")
+        breaks = plural(sum(last.breaks.values()), "break")
         return {
             "system": name,
             "step": 1e3 * step,
@@ -206,7 +206,7 @@ class TrainBenchResult(Result):
             "faster": f"{self.faster(name):.2f}x" if len(self.turns) > 1 else None,
             "memory": bytes_text(max(turn.memory for turn in self.turns[name])),
             "parameters": last.parameters,
-            "compiled": f"{counted(last.graphs, 'graph')}, {breaks}" if last.graphs else "eager",
+            "compiled": f"{plural(last.graphs, 'graph')}, {breaks}" if last.graphs else "eager",
             "first": first.first,
             "loss": first.loss,
         }
@@ -228,7 +228,7 @@ class TrainBenchResult(Result):
         text = (
             f"a checkpoint of {bytes_text(saved.bytes)}: its call takes {saved.snapshot:.2f} s and its writing "
             f"{saved.writing:.1f} s; right after the call steps take {first} ms, and "
-            f"{counted(steps, 'step')} while it is written {self._mean(sum(saved.beside) / steps)}"
+            f"{plural(steps, 'step')} while it is written {self._mean(sum(saved.beside) / steps)}"
         )
         if every:
             waits = "" if every >= steps else ", as the next one waits for the disk"

@@ -36,7 +36,7 @@ from fivefold.support.errors import UserError
 from fivefold.support.progress import prefetch
 from fivefold.trainer.checkpointing import Checkpoints
 from fivefold.trainer.loop import Stopped, Trainer
-from fivefold.trainer.records import METRICS, Evaluation, Listener, MetricsFile, Step
+from fivefold.trainer.records import METRICS_FILE, Evaluation, Listener, MetricsFile, Step
 from fivefold.verifier.cases import write_tokens
 
 _WARM_UP_STEPS = (
@@ -156,7 +156,7 @@ def ours(job: Job, device: torch.device, watch: Watch, path: Path, extras: Extra
     # More steps than it takes: the run is stopped from outside.
     job = structs.replace(job, train=structs.replace(job.train, steps=1_000_000))
     trainer = Trainer(job, write_random_tokens(path, job), Mesh.of_job(job, device))
-    metrics = MetricsFile(path / METRICS)
+    metrics = MetricsFile(path / METRICS_FILE)
     checkpointing = OneCheckpoint(path, trainer, watch) if extras.checkpoint else None
     _until(trainer, checkpointing.written if checkpointing else watch.done, [metrics, watch], checkpointing)
     saved = checkpointing.cost(watch.times[watch.last :]) if checkpointing else None

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.checkpoint.filesystem import storage_of
 from fivefold.checkpoint.manifest import MANIFEST, Checkpoint
+from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import Store
 from fivefold.checkpoint.tensors import model_key
 from fivefold.job.config import Job, job_from
 from fivefold.layout.layout import Layout
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Note, UserError
-from fivefold.support.places import Place, place_of
+from fivefold.support.storage_place import Place, place_of
 
 
 def store_of(run: str | Place) -> Store:
@@ -23,9 +23,9 @@ def store_of(run: str | Place) -> Store:
     path = place_of(run)
     with reachable(path):
         storage = storage_of(path)
-        if storage.holds(path / "checkpoints"):
+        if storage.folder_exists(path / "checkpoints"):
             return Store(path / "checkpoints")
-        exists = storage.holds(path)
+        exists = storage.folder_exists(path)
         if exists and (path.name == "checkpoints" or Store(path).complete()):
             return Store(path)
     if not isinstance(path, Path):
@@ -37,7 +37,7 @@ def store_of(run: str | Place) -> Store:
 
 @contextmanager
 def reachable(path: str | Place) -> Iterator[None]:
-    """Turns an OSError of a server or a file system into a UserError with a sentence."""
+    """Turns an OSError of the storage into a UserError."""
     try:
         yield
     except OSError as error:
@@ -49,24 +49,24 @@ def run_of(checkpoint: Checkpoint) -> Place:
     return checkpoint.path.parent.parent
 
 
-def beside(checkpoint: Checkpoint, name: str) -> Path | None:
+def file_in_run(checkpoint: Checkpoint, name: str) -> Path | None:
     """The file `name` of the run's directory, if there is one on this machine."""
     run = run_of(checkpoint)
     return run / name if isinstance(run, Path) and (run / name).is_file() else None
 
 
-def one_of(run: str | Place) -> Checkpoint | None:
+def checkpoint_at(run: str | Place) -> Checkpoint | None:
     """The checkpoint at exactly this path, if it is one."""
     path = place_of(run)
     with reachable(path):
-        if not storage_of(path).exists(path / MANIFEST):
+        if not storage_of(path).file_exists(path / MANIFEST):
             return None
     return Checkpoint(path.resolve() if isinstance(path, Path) else path)  # it may be the link `latest`
 
 
 def find(path: str | Place, step: int | None = None) -> Checkpoint:
     """The checkpoint of `step`, or the newest that is complete and has all its files."""
-    if checkpoint := one_of(path):
+    if checkpoint := checkpoint_at(path):
         if step is not None and (its_step := checkpoint.manifest.step) != step:
             raise UserError(
                 f"{path} is the checkpoint of step {its_step}, and --step {step} is another; leave one out",
@@ -93,16 +93,12 @@ def find(path: str | Place, step: int | None = None) -> Checkpoint:
     raise UserError(f"{path} has no complete checkpoint", "checkpoint.none")
 
 
-# ---- job ------------------------------------------------------------------------------------------------------------
-# The job that wrote a checkpoint, for commands that use the checkpoint.
-
-
 def job_of(checkpoint: Checkpoint, layout: Layout | None = None, run: Path | None = None) -> Job:
     """The checkpoint's job; with `layout` in place of its own, and with `run` as the job of that directory.
 
     Raises UserError unless its model has the shapes of the tensors, so that nobody allocates more than there is.
     """
-    job = stored(checkpoint)
+    job = stored_job(checkpoint)
     if problems := job.model.problems() or _misfits(checkpoint, job.model):
         raise UserError((f"the job in {checkpoint.path}: {problem}" for problem in problems), "checkpoint.job")
     replace = msgspec.structs.replace
@@ -115,7 +111,7 @@ def job_of(checkpoint: Checkpoint, layout: Layout | None = None, run: Path | Non
     return job
 
 
-def stored(checkpoint: Checkpoint) -> Job:
+def stored_job(checkpoint: Checkpoint) -> Job:
     """The job as the checkpoint has it."""
     try:
         return job_from(checkpoint.manifest.job)

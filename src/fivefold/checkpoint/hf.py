@@ -15,25 +15,25 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fivefold.checkpoint.find import beside, run_of
-from fivefold.checkpoint.hf_extras import CARRIED, TOKENIZERS, carry
-from fivefold.checkpoint.hf_files import INDEX, HuggingFace
+from fivefold.checkpoint.find import file_in_run, run_of
+from fivefold.checkpoint.hf_extras import CARRIED_FILES, TOKENIZER_FILES, copy_extras
+from fivefold.checkpoint.hf_files import INDEX_FILE, HuggingFace
 from fivefold.checkpoint.load import load
 from fivefold.checkpoint.manifest import Checkpoint, Manifest, step_name
 from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.shards import Shard
 from fivefold.checkpoint.store import Store
 from fivefold.checkpoint.tensors import model_key
-from fivefold.data.index import TOKENIZER
-from fivefold.data.tokenizer import ByteTokenizer, foreign
+from fivefold.data.index import TOKENIZER_FILE
+from fivefold.data.tokenizer import ByteTokenizer, tokenizer_mismatches
 from fivefold.data.tokens import TokenStore
 from fivefold.job.config import Job, RunConfig
-from fivefold.job.fine_tuning import SOURCE, tuned
+from fivefold.job.fine_tuning import TULU_SOURCE, fine_tuning_job
 from fivefold.job.recipes import Choice
 from fivefold.job.toml_writer import commented_toml
 from fivefold.launch.device import TORCH_DTYPES
 from fivefold.layout.sharding import chunk
-from fivefold.model.hf_names import EXPERT_BIAS, TensorSource, expert_format_of, sources, tensors, unnamed
+from fivefold.model.hf_names import EXPERT_BIAS, TensorSource, expert_format_of, sources, tensors, unnamed_kinds
 from fivefold.spec.hf import END_NAMED_IN, HF_CONFIG, kept_settings, no_tokens, to_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
@@ -44,9 +44,9 @@ from fivefold.support.text import printable
 
 T = TypeVar("T")
 _Part = tuple[Parameter, TensorSource]  # rows of a parameter, and their place in one of Hugging Face's tensors
-_MAX_HELD = 1 << 30  # bytes that an import has in memory at once
-_SINGLE = "model.safetensors"
-EXPORTED = ("float32", "bfloat16", "float16")
+_MAX_HELD_BYTES = 1 << 30  # bytes that an import has in memory at once
+_SINGLE_FILE = "model.safetensors"
+EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 
 
 # ---- import -------------------------------------------------------------------------------------------------------
@@ -55,21 +55,22 @@ EXPORTED = ("float32", "bfloat16", "float16")
 def import_hf(
     directory: Path, run: Path, progress: Progress, data: str | Path | None = None, model: ModelSpec | None = None
 ) -> Checkpoint:
-    """Makes a run directory whose step 0 has the weights, with a job that fine-tunes them, on `data` if given. The
-    model is that of config.json, or the one that is given, whose kinds say where its weights lie."""
+    """Makes a run directory whose step 0 has the weights, and a job that fine-tunes them, on `data` if given.
+
+    config.json describes the model, unless `model` does: then its kinds name the weights."""
     source = HuggingFace(directory, model)
     spec = source.spec
     store = TokenStore.open(path_of(data)) if data is not None else None
-    if store and (problems := foreign(directory, store.path, TOKENIZERS, END_NAMED_IN)):
+    if store and (problems := tokenizer_mismatches(directory, store.path, TOKENIZER_FILES, END_NAMED_IN)):
         raise UserError(problems)
-    job, choices = tuned(spec, _compute_dtype(source), store)
+    job, choices = fine_tuning_job(spec, _compute_dtype(source), store)
     checkpoints = Store(run / "checkpoints")
     job = msgspec.structs.replace(job, run=_run_config(run))
     manifest = Manifest(step=0, samples=0, updates=0, optimizer=False, data="", job=msgspec.to_builtins(job))
     parts = [
         {model_key(name): shard for name, shard in group}
         for shards in _batches(source, tensors(spec))
-        for group in _groups_up_to(shards, [shard.nbytes for _, shard in shards], _MAX_HELD)
+        for group in _groups_up_to(shards, [shard.nbytes for _, shard in shards], _MAX_HELD_BYTES)
     ]
     with whole_or_nothing(run):
         run.mkdir(parents=True, exist_ok=True)
@@ -77,10 +78,12 @@ def import_hf(
         (run / "job.toml").write_text(_job_text(job, {key: choice.why for key, choice in choices.items()}))
         if model is None:
             shutil.copyfile(directory / "config.json", run / HF_CONFIG)
-        carried = carry(directory, run, CARRIED)
-    if not store and TOKENIZER not in carried and spec.vocab != ByteTokenizer.vocab:
+        carried = copy_extras(directory, run, CARRIED_FILES)
+    if not store and TOKENIZER_FILE not in carried and spec.vocab != ByteTokenizer.vocab:
         warnings.warn(
-            Note(f"{directory} has no {TOKENIZER}: whether tokens are the model's own cannot be told when it trains"),
+            Note(
+                f"{directory} has no {TOKENIZER_FILE}: whether tokens are the model's own cannot be told when it trains"
+            ),
             stacklevel=2,
         )
     if bad_ids := no_tokens(source.settings, spec.vocab):
@@ -97,14 +100,14 @@ def _run_config(run: Path) -> RunConfig:
 
 def _job_text(job: Job, why: dict[str, str]) -> str:
     """The job file as text, with a heading, and reasons as comments."""
-    heading = [f"{job.model.name}, fine-tuned as Tulu 3 was: {SOURCE} (arXiv 2411.15124)"]
+    heading = [f"{job.model.name}, fine-tuned as Tulu 3 was: {TULU_SOURCE} (arXiv 2411.15124)"]
     placeholder = 'path = "..."  tokens of this model\'s tokenizer: fivefold data prepare TEXT -o TOKENS --tokenizer '
     notes = {"data": f"{placeholder}{job.run.dir}/{job.run.name}"} if job.data.usual else {}
     return commented_toml(job, why, heading, notes)
 
 
 def _compute_dtype(source: HuggingFace) -> Choice:
-    """The compute dtype of the job: that of the weights, if it can be used for training."""
+    """The compute dtype of the job: the dtype of the weights, if it can be used for training."""
     (kind, _), *_ = source.kinds.most_common(1)
     if kind in ("F32", "F64"):
         return Choice("float32", "as the weights")
@@ -118,14 +121,14 @@ def _compute_dtype(source: HuggingFace) -> Choice:
             ),
             stacklevel=3,
         )
-    return Choice("bfloat16", why)  # quantised weights, too: bfloat16 represents them exactly
+    return Choice("bfloat16", why)  # also of quantised weights, which bfloat16 represents exactly
 
 
 def _batches(source: HuggingFace, parameters: list[Parameter]) -> Iterator[list[tuple[str, Shard]]]:
     """Groups of (name, shard) in model order; a parameter larger than `_MAX_HELD` is divided into several groups."""
     group: list[tuple[str, Shard]] = []
     for parameter in parameters:
-        count = -(-4 * parameter.size // _MAX_HELD)
+        count = -(-4 * parameter.size // _MAX_HELD_BYTES)
         if count < 2:
             group.append((parameter.name, _lazy_shard(source, parameter, range(parameter.shape[0]))))
             continue
@@ -164,8 +167,8 @@ def export_hf(
 ) -> Path:
     """Writes config.json and safetensors of at most `limit` bytes each (a larger tensor has a file of its own).
 
-    Files that an import kept are exported again. For other runs, `tokenizer` is copied, if there is one, and `end` is
-    the token that ends a text.
+    Exports the files that an import kept. For other runs, copies `tokenizer`, if given, and writes `end` as the token
+    that ends a text.
     """
     torch_dtype = TORCH_DTYPES[dtype]
     imported, run = imported_config(checkpoint), run_of(checkpoint)
@@ -187,18 +190,20 @@ def export_hf(
                 (partial / "config.json").write_text(json.dumps(config | extra, indent=2) + "\n")
             names: dict[str, str] = {}
             for number, group in enumerate(groups, start=1):
-                file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else _SINGLE
+                file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else _SINGLE_FILE
                 file_tensors = {parts[0][1].name: _read_parts(checkpoint, parts, torch_dtype) for parts in group}
                 save_file(file_tensors, partial / file, metadata={"format": "pt"})
-                (partial / file).chmod(partial.stat().st_mode & 0o666)  # safetensors' are for the owner alone
+                (partial / file).chmod(
+                    partial.stat().st_mode & 0o666
+                )  # safetensors makes them readable for the owner alone
                 names |= dict.fromkeys(file_tensors, file)
                 progress(sum(tensor.nbytes for tensor in file_tensors.values()))
                 del file_tensors
             if len(groups) > 1:
                 index = {"metadata": {"total_size": sum(sizes)}, "weight_map": names}
-                (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-            if TOKENIZER not in carry(run, partial, CARRIED) and tokenizer is not None:
-                shutil.copyfile(tokenizer, partial / TOKENIZER)
+                (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+            if TOKENIZER_FILE not in copy_extras(run, partial, CARRIED_FILES) and tokenizer is not None:
+                shutil.copyfile(tokenizer, partial / TOKENIZER_FILE)
             partial.rename(out)  # also onto an empty directory
         except SafetensorError as error:
             raise OSError(str(error)) from None
@@ -208,13 +213,13 @@ def export_hf(
 
 
 def _config(spec: ModelSpec, dtype: str, out: Path) -> dict[str, Any] | None:
-    """What config.json says of the model; None if no class of transformers has its layers, whose kinds have names."""
+    """The model's config.json; None if no class of transformers has its layers, but their kinds name the weights."""
     try:
         return to_hf_config(spec, dtype)
     except UserError as error:
         if error.codes != ["hf.pattern"]:
             raise
-        if lacks := unnamed(spec):
+        if lacks := unnamed_kinds(spec):
             raise UserError(lacks) from None
         nothing = f"{out} has weights under their kinds' names, and no config.json"
         warnings.warn(Note(f"{error}: {nothing}"), stacklevel=3)
@@ -223,17 +228,17 @@ def _config(spec: ModelSpec, dtype: str, out: Path) -> dict[str, Any] | None:
 
 def imported_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """The config.json of the weights that a run was imported from; None if it was not."""
-    file = beside(checkpoint, HF_CONFIG)
+    file = file_in_run(checkpoint, HF_CONFIG)
     config = read_json(file) if file else None
     return config if isinstance(config, dict) else None
 
 
 def usual_dtype(checkpoint: Checkpoint, job: Job) -> str:
-    """The default dtype of an export: that of the import, if there was one."""
+    """The default dtype of an export: the dtype of the imported weights, if there were any."""
     if (config := imported_config(checkpoint)) is None:
         return "float32"
     candidates = (config.get("dtype", config.get("torch_dtype")), job.train.dtype)
-    return next((dtype for dtype in candidates if dtype in EXPORTED), "float32")
+    return next((dtype for dtype in candidates if dtype in EXPORT_DTYPES), "float32")
 
 
 def _groups_up_to(items: list[T], sizes: list[int], limit: int) -> Iterator[list[T]]:

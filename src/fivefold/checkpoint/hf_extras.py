@@ -7,16 +7,16 @@ export. Files are copied as they are; nothing in them is executed.
 import os
 from pathlib import Path
 
-from fivefold.data.index import TOKENIZER
+from fivefold.data.index import TOKENIZER_FILE
 from fivefold.spec.hf import HF_CONFIG
 from fivefold.support.errors import UserError
 from fivefold.support.files import plain_name, read_regular
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 
 # tokenizer.json is a complete fast tokenizer; the others are of slow tokenizers, and a model has some of them.
-TOKENIZERS = (TOKENIZER, "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
-CARRIED = (
-    *TOKENIZERS,
+TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+CARRIED_FILES = (
+    *TOKENIZER_FILES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -27,8 +27,8 @@ CARRIED = (
 _MAX_BYTES = 1 << 26  # of a file: the largest tokenizer.json of published models has some 33 MB
 
 
-def carry(source: Place, to: Path, names: tuple[str, ...] = (*CARRIED, HF_CONFIG)) -> list[str]:
-    """Copies those of the files that a directory has, and returns their names."""
+def copy_extras(source: Place, to: Path, names: tuple[str, ...] = (*CARRIED_FILES, HF_CONFIG)) -> list[str]:
+    """Copies the files of these names that a directory has, and returns their names."""
     present: list[str] = []
     if not isinstance(source, Path):  # object storage has only checkpoints
         return present

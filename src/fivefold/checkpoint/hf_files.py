@@ -12,96 +12,54 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fivefold.checkpoint.dequantise import (
+    MXFP4_BLOCK,
+    dequantise_fp8,
+    dequantise_mxfp4,
+    dequantised_shape,
+    fp8_tile,
+    scales_shape,
+)
 from fivefold.checkpoint.hf_extras import own_file
 from fivefold.checkpoint.shards import Shards
 from fivefold.checkpoint.tensors import MODEL
 from fivefold.layout.sharding import Box
-from fivefold.model.hf_names import BLOCK_SCALES, BLOCKS, TensorSource, expert_format_in, sources, tensors, unnamed
+from fivefold.model.hf_names import (
+    BLOCK_SCALES,
+    BLOCKS,
+    TensorSource,
+    expert_format_in,
+    sources,
+    tensors,
+    unnamed_kinds,
+)
 from fivefold.spec.hf import read_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
 from fivefold.support.errors import UserError
 from fivefold.support.files import plain_name
 from fivefold.support.parsing import read_json
-from fivefold.support.text import counted
+from fivefold.support.text import plural
 
-# ---- quantised ------------------------------------------------------------------------------------------------------
-# Dequantises weights of released files with fewer than 16 bits.
-#
-# MXFP4  gpt-oss: 32 numbers of a row share a power of two; each is one of the 16 values of e2m1 (OCP Microscaling
-#        Formats Specification 1.0, section 5.3), two in a byte, the low four bits first
-# FP8    DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), Kimi K2: e4m3, and a float32 scale for each tile of 128 x 128
-
-
-MXFP4_BLOCK = 32  # numbers that share a scale in MXFP4
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E8M0_BIAS = 127  # of e8m0, a power of two in a byte
-
-Tile = tuple[int, int]  # rows and columns that share a scale in FP8
-
-
-def fp8_tile(directory: Path, config: Any) -> Tile | None:
-    """The tile of FP8 weights by a `quantization_config`; None without FP8. UserError for an unknown quantisation."""
-    match config:
-        case None | {"quant_method": "mxfp4"}:
-            return None
-        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if min(rows, columns) > 0:
-            return rows, columns
-    raise UserError(
-        f"{directory} is quantised in a way that is not read ({config}); mxfp4 is, and fp8 with weight_block_size; or "
-        "import the weights that it was made of",
-        "hf.quantised",
-    )
-
-
-def scales_shape(shape: tuple[int, ...], tile: Tile) -> tuple[int, ...]:
-    """The shape of the scales of a matrix; the last tiles may be narrower."""
-    return tuple(-(-size // tile_size) for size, tile_size in zip(shape, tile, strict=True))
-
-
-def dequantise_fp8(numbers: Tensor, scales: Tensor, box: tuple[slice, ...], tile: Tile) -> Tensor:
-    """A dequantised box of a matrix: `numbers` are of the box, and `scales` of the full matrix."""
-    rows, columns = (  # indices of scales
-        torch.arange(side.start or 0, (side.start or 0) + size) // tile_size
-        for side, size, tile_size in zip(box, numbers.shape, tile, strict=True)
-    )
-    return numbers.to(torch.float32) * scales.to(torch.float32)[rows][:, columns]
-
-
-def dequantise_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks [..., n, 16] and scales [..., n] of bytes -> float32 [..., n * 32]."""
-    table = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
-    numbers = table[torch.stack((blocks & 15, blocks >> 4), dim=-1).long()].flatten(-2)
-    return torch.ldexp(numbers, scales[..., None].int() - _E8M0_BIAS).flatten(-2)
-
-
-def dequantised_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the dequantised tensor whose `blocks` have this shape."""
-    return (*shape[:-2], shape[-2] * 2 * shape[-1]) if len(shape) > 1 else shape
-
-
-# ---- hf files -------------------------------------------------------------------------------------------------------
-
-
-INDEX = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 _MAX_LISTED = 3  # missing files in a sentence
 _MAX_LAYERS = 1000  # a model with more must have a tensor for each layer, before its parameters are listed
 # Tensors that are computed from the configuration, or are a copy of the embedding.
-_UNUSED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|^lm_head\.weight$")
+_UNUSED_TENSOR = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|^lm_head\.weight$")
 _LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FP8, SCALE_SUFFIX = "F8_E4M3", "_scale_inv"
 
 
 class HuggingFace:
-    """A directory with config.json and safetensors, in one file or many, in which every tensor exists and fits."""
+    """A directory with config.json and one or more safetensors files; every tensor exists and has the right shape."""
 
     def __init__(self, directory: Path, model: ModelSpec | None = None):
-        """`model`: that of the weights, in place of what config.json says, which then need not be there."""
+        """`model`: describes the weights in place of config.json, which then may be missing."""
         self.directory = directory
         config = own_file(directory, "config.json")
         self.spec = model or read_hf_config(directory)
-        if lacks := unnamed(self.spec):
+        if lacks := unnamed_kinds(self.spec):
             raise UserError(lacks)
         self.files = _files(directory)
         self.settings = read_json(config) if model is None else {}
@@ -124,11 +82,11 @@ class HuggingFace:
             raise UserError(problems, "hf.weights.tensor")
 
     def _unread(self, mtp_layers: object) -> list[str]:
-        """The tensors that no parameter reads, but for those of multi-token prediction layers behind the model's."""
+        """The tensors that no parameter reads, except those of multi-token prediction layers."""
         used = {name for parts in self.sources.values() for source in parts if (name := self._name(source))}
         used |= {scales for name in used if (scales := self._scales(name))}
         mtp = range(self.spec.layers, self.spec.layers + (mtp_layers if isinstance(mtp_layers, int) else 0))
-        unread = sorted(name for name in set(self.files) - used if not _UNUSED.search(name))
+        unread = sorted(name for name in set(self.files) - used if not _UNUSED_TENSOR.search(name))
         return [name for name in unread if not ((match := _LAYER.match(name)) and int(match[1]) in mtp)]
 
     def _misfit(self, parameter: Parameter) -> str | None:
@@ -145,13 +103,13 @@ class HuggingFace:
         return None
 
     def _misshapen(self, parameter: Parameter, source: TensorSource, name: str) -> str | None:
-        """A sentence, if the tensor or its scales have a wrong dtype or shape."""
+        """A sentence if the tensor or its scales have a wrong dtype or shape; else None."""
         file, scales_name = self.files[name].name, self._scales(name)
         try:
             tensor = self._slice(name)
             scales = tuple(self._slice(scales_name).get_shape()) if scales_name else None
         except SafetensorError:
-            return f"{INDEX} lists tensor {name} in {self.files[name]}, which does not have it"
+            return f"{INDEX_FILE} lists tensor {name} in {self.files[name]}, which does not have it"
         kind, shape, expected = tensor.get_dtype(), tuple(tensor.get_shape()), source.shape(parameter)
         self.kinds[kind] += math.prod(shape)
         expected_scales: tuple[int, ...] | None = None
@@ -159,7 +117,7 @@ class HuggingFace:
             shape, expected_scales = dequantised_shape(shape), (*expected[:-1], -(-expected[-1] // MXFP4_BLOCK))
         elif kind == FP8 and self.tile is not None and len(expected) == 2:
             expected_scales = scales_shape(expected, self.tile)
-        elif kind not in _FLOATS:
+        elif kind not in _FLOAT_DTYPES:
             return f"tensor {name} of {file} is of {kind}, which is not a weight dtype"
         if shape != expected:
             consequence = f"for our {parameter.name}, but config.json expects {list(expected)}"
@@ -226,7 +184,7 @@ class HuggingFace:
 
 def _files(directory: Path) -> dict[str, Path]:
     """{tensor: the file that has it}."""
-    index = own_file(directory, INDEX)
+    index = own_file(directory, INDEX_FILE)
     if index.is_file():
         try:
             names = msgspec.convert(read_json(index)["weight_map"], dict[str, str])
@@ -240,7 +198,8 @@ def _files(directory: Path) -> dict[str, Path]:
                 " ..." if len(missing) > _MAX_LISTED else ""
             )
             raise UserError(
-                f"{directory} lacks {counted(len(missing), 'file')} that {INDEX} names: {few}", "hf.weights.missing"
+                f"{directory} lacks {plural(len(missing), 'file')} that {INDEX_FILE} names: {few}",
+                "hf.weights.missing",
             )
         return {tensor: places[name] for tensor, name in names.items()}
     paths = [own_file(directory, path.name) for path in sorted(directory.glob("*.safetensors"))]

@@ -6,15 +6,15 @@ from typing import Any
 
 import msgspec
 
-from fivefold.checkpoint.filesystem import storage_of
-from fivefold.checkpoint.find import find, one_of, reachable, store_of
+from fivefold.checkpoint.find import checkpoint_at, find, reachable, store_of
 from fivefold.checkpoint.manifest import Checkpoint
 from fivefold.checkpoint.memory_snapshots import local_bytes, local_snapshots
+from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import Store
 from fivefold.layout.layout import Layout
 from fivefold.render.blocks import Block, Cell, Result, Table, Text
 from fivefold.support.errors import UserError
-from fivefold.support.places import Place, place_of
+from fivefold.support.storage_place import Place, place_of
 from fivefold.support.text import bytes_text
 
 
@@ -61,7 +61,7 @@ def list_checkpoints(run: str | Place) -> CheckpointList:
     store = Store(place_of(run) / "checkpoints") if memory and not _on_disk(run) else store_of(run)
     rows: list[dict[str, Any]] = []
     with reachable(run):
-        complete, incomplete, aside = store.complete(), store.incomplete(), store.aside()
+        complete, incomplete, aside = store.complete(), store.incomplete(), store.set_aside_folders()
     for checkpoint in reversed(complete):
         misfits = checkpoint.misfits()
         row: dict[str, Any] = {"name": checkpoint.path.name, "step": checkpoint.step}
@@ -79,7 +79,7 @@ def list_checkpoints(run: str | Place) -> CheckpointList:
 def _on_disk(run: str | Place) -> bool:
     """Whether the run has a directory of checkpoints; it has none before the first one."""
     with reachable(run):
-        return storage_of(place_of(run)).holds(place_of(run) / "checkpoints")
+        return storage_of(place_of(run)).folder_exists(place_of(run) / "checkpoints")
 
 
 def _in_memory(run: str | Place) -> tuple[list[dict[str, Any]], str]:
@@ -138,7 +138,7 @@ class CheckpointContents(Result):
 
 
 def show_checkpoint(run: str | Place, step: int | None = None) -> CheckpointContents:
-    """The contents of the newest complete checkpoint, or that of `step`: its position, job, files and tensors."""
+    """The contents of the newest complete checkpoint, or of the checkpoint of `step`."""
     checkpoint = find(run, step)
     if misfits := checkpoint.misfits():
         raise UserError(misfits, "checkpoint.damaged")
@@ -169,11 +169,11 @@ class CheckpointCheck(Result):
 def verify_checkpoints(
     run: str | Place, step: int | None = None, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> CheckpointCheck:
-    """Hashes every file of every complete checkpoint, or of that of `step`, and compares it with the manifest.
+    """Hashes the files of all complete checkpoints, or of the checkpoint of `step`, and compares with the manifest.
 
-    `progress` is called with the bytes that were read, and with how many there are.
+    Calls `progress` with the bytes read and the bytes in all.
     """
-    single = find(run, step) if step is not None else one_of(run)
+    single = find(run, step) if step is not None else checkpoint_at(run)
     with reachable(run):
         checkpoints = [single] if single else store_of(run).complete()
     if not checkpoints:

@@ -1,6 +1,7 @@
-"""One checkpoint: its manifest, and whether its files are what was written. No torch: hashing them needs none.
+"""One checkpoint: its manifest, and the check of its files against it. No torch: hashing needs none.
 
-A manifest is the last file of a save, names all others with their hashes, and has a hash of itself (`seal`).
+The manifest is the last file that a save writes. It lists the other files with their hashes, and has a hash of itself
+(`seal`).
 """
 
 import errno
@@ -15,16 +16,17 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, field
 
-from fivefold.checkpoint.filesystem import FileReader, Storage, storage_of
-from fivefold.checkpoint.tensors import MOST, PREFIX, TABLE, Tensors, check, extents, short, sum_of
+from fivefold.checkpoint.checksums import CHECKSUM_PREFIX, checksum_of_chunks, extents, short_hash
+from fivefold.checkpoint.storage import FileReader, Storage, storage_of
+from fivefold.checkpoint.tensors import MAX_TABLE_BYTES, TABLE_FILE, Tensors, check
 from fivefold.launch.host import for_files, side_by_side
 from fivefold.support.errors import UserError
 from fivefold.support.files import File, Progress, digest_of, plain_name
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 from fivefold.version import __version__
 
 MANIFEST = "manifest.json"
-VERSION = 2
+FORMAT_VERSION = 2
 _MAX_MANIFEST = 1 << 26  # bytes
 _DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError, OverflowError)
 # Errors that mean that a file is missing, is not a regular one, or cannot be read any more: damage.
@@ -39,9 +41,9 @@ def step_name(step: int, number: int = 1) -> str:
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a checkpoint has but the tensors."""
+    """Everything in a checkpoint except the tensors."""
 
-    version: int = VERSION
+    version: int = FORMAT_VERSION
     fivefold: str = __version__  # the release that wrote it
     torch: str = field(default_factory=lambda: version("torch"))
     step: Count  # steps that are done
@@ -81,7 +83,7 @@ class Checkpoint:
     path: Place
 
     @property
-    def storage(self) -> Storage:
+    def storage(self) -> Storage[Any]:
         return storage_of(self.path)
 
     @cached_property
@@ -93,17 +95,19 @@ class Checkpoint:
             if not isinstance(table, dict) or _seal(table) != table.get("seal"):
                 raise ValueError("its checksum does not match")
             version = table.get("version")
-            if type(version) is int and version != VERSION:
-                message = f"{self.path} has version {version} of the format, and this release reads version {VERSION}"
-                if version < VERSION:
+            if type(version) is int and version != FORMAT_VERSION:
+                message = (
+                    f"{self.path} has version {version} of the format, and this release reads version {FORMAT_VERSION}"
+                )
+                if version < FORMAT_VERSION:
                     message += "; an earlier release reads both, and its `fivefold checkpoint reshard` writes version 2"
                 raise UserError(message, "checkpoint.version")
             manifest = msgspec.convert(table, Manifest)
             names = [file.name for file in manifest.files]
             if bad_names := [name for name in names if not plain_name(name)]:
                 raise ValueError(f"it names the file {bad_names[0][:200]!r}, which is not one of its directory")
-            if len(set(names)) < len(names) or TABLE not in names:
-                raise ValueError(f"it names a file twice, or no {TABLE}")
+            if len(set(names)) < len(names) or TABLE_FILE not in names:
+                raise ValueError(f"it names a file twice, or no {TABLE_FILE}")
         except _DECODE_ERRORS as error:
             raise Damaged(f"{place} is damaged: {error}", "checkpoint.damaged") from None
         return manifest
@@ -111,20 +115,20 @@ class Checkpoint:
     @cached_property
     def tensors(self) -> Tensors:
         """The place of every tensor in the files, checked against the files' sizes before anything is read by it."""
-        expected = next(file.sha256 for file in self.manifest.files if file.name == TABLE)
-        data = self._bytes(TABLE, MOST)
+        expected = next(file.sha256 for file in self.manifest.files if file.name == TABLE_FILE)
+        data = self._bytes(TABLE_FILE, MAX_TABLE_BYTES)
         try:
             if hashlib.sha256(data).hexdigest() != expected:
                 raise ValueError("the manifest promises other bytes")
             tensors = msgspec.json.decode(data, type=Tensors)
             check(tensors, {file.name: file.bytes for file in self.manifest.files})
         except _DECODE_ERRORS as error:
-            raise Damaged(f"{self.path / TABLE} is damaged: {error}", "checkpoint.damaged") from None
+            raise Damaged(f"{self.path / TABLE_FILE} is damaged: {error}", "checkpoint.damaged") from None
         return tensors
 
-    def _bytes(self, name: str, most: int) -> bytes:
+    def _bytes(self, name: str, max_bytes: int) -> bytes:
         try:
-            return self.storage.read(self.path / name, most)
+            return self.storage.read(self.path / name, max_bytes)
         except OSError as error:
             error_type = Damaged if error.errno in _DAMAGE_ERRNOS else UserError
             raise error_type(f"cannot read {self.path / name}: {error.strerror}", "file.read") from None
@@ -138,7 +142,7 @@ class Checkpoint:
         return sum(file.bytes for file in self.manifest.files)
 
     def misfits(self) -> list[str]:
-        """A sentence for each file that is missing or of another size; without reading them."""
+        """A sentence for each file that is missing or has another size. Reads no file."""
         try:
             files = self.manifest.files
             sizes = self._sizes(files)
@@ -164,7 +168,7 @@ class Checkpoint:
         return f"{place} is {comparison}: {size} bytes, and the manifest promises {file.bytes}"
 
     def damage(self, files: Iterable[File] | None = None, progress: Progress | None = None) -> list[str]:
-        """A sentence for each damaged file among `files` (None: all), of which every byte is read.
+        """Reads every byte of `files` (None: all), and returns a sentence for each damaged file.
 
         Raises UserError if one cannot be opened.
         """
@@ -180,8 +184,8 @@ class Checkpoint:
                 return misfit
             with self.storage.open(place) as stream:
                 if (digest := self._digest(file, stream, progress)) != file.sha256:
-                    return altered(place, digest, file)
-                if file.name == TABLE:
+                    return altered_message(place, digest, file)
+                if file.name == TABLE_FILE:
                     _ = self.tensors  # raises Damaged if it is inconsistent
         except Damaged as error:
             return str(error)
@@ -193,8 +197,8 @@ class Checkpoint:
         return None
 
     def _digest(self, file: File, stream: FileReader, progress: Progress | None) -> str:
-        """The hash of a file's bytes, of the kind that the manifest has: sha256, or the checksum of `tensors.py`."""
-        if not file.sha256.startswith(PREFIX):
+        """The hash of a file's bytes, of the kind that the manifest has: sha256, or the checksum of `checksums.py`."""
+        if not file.sha256.startswith(CHECKSUM_PREFIX):
             return digest_of(stream, progress)
 
         def read(start: int, size: int) -> memoryview:
@@ -202,13 +206,13 @@ class Checkpoint:
             stream.fill(part, start, progress or (lambda _: None))
             return part
 
-        return sum_of(extents(self.tensors, file.name), read)
+        return checksum_of_chunks(extents(self.tensors, file.name), read)
 
 
-def altered(place: Place, digest: str, file: File) -> str:
-    """The sentence for a file whose hash is not that of the manifest."""
+def altered_message(place: Place, digest: str, file: File) -> str:
+    """The sentence for a file whose hash differs from the manifest's."""
     expected = file.sha256.rpartition(":")[2][:16]
-    return f"{place} is damaged: its {short(digest)}, and the manifest promises {expected}..."
+    return f"{place} is damaged: its {short_hash(digest)}, and the manifest promises {expected}..."
 
 
 def step_and_number(path: Place) -> tuple[int, int]:

@@ -6,9 +6,9 @@
     memory.start(shards, manifest)                         # takes the next one
     memory.close()
 
-A rank reads files of its own node directly, and asks one rank of another node for the rest. Every file that is read is
-hashed by one rank of its node, block by block, while it is copied and still in the cache. So damage is known before
-anybody trains on it.
+A rank reads files of its own node directly, and asks one rank of another node for the rest. One rank of its node hashes
+every file that is read, block by block, while it is copied and still in the cache. So damage is known before anybody
+trains on it.
 """
 
 import re
@@ -23,8 +23,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from fivefold.checkpoint.async_save import NotSaved, run_on_all_ranks
+from fivefold.checkpoint.checksums import Extent, checksum_of_sums, extents, segment_sum, segments
 from fivefold.checkpoint.load import RowOverlap, Say, overlaps
-from fivefold.checkpoint.manifest import MANIFEST, Checkpoint, Manifest, altered
+from fivefold.checkpoint.manifest import MANIFEST, Checkpoint, Manifest, altered_message
 from fivefold.checkpoint.memory_peers import Nodes, wait
 from fivefold.checkpoint.memory_save import SnapshotWriter
 from fivefold.checkpoint.memory_snapshots import (
@@ -37,9 +39,8 @@ from fivefold.checkpoint.memory_snapshots import (
     get_or_create_id,
     list_snapshots,
 )
-from fivefold.checkpoint.save import NotSaved, agreed
 from fivefold.checkpoint.shards import Shards, raw
-from fivefold.checkpoint.tensors import TABLE, Extent, extents, segment_sum, segments, total
+from fivefold.checkpoint.tensors import TABLE_FILE
 from fivefold.launch import faults
 from fivefold.launch.heartbeat import beat
 from fivefold.launch.host import for_files, side_by_side
@@ -47,9 +48,9 @@ from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.support.files import File, Regular, open_regular, plain_name, read_regular
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 
-_NUMBER = re.compile(r"rank-(\d+)\.")
+_RANK_FILE = re.compile(r"rank-(\d+)\.")
 
 
 class CorruptFile(msgspec.Struct, frozen=True):
@@ -92,7 +93,7 @@ def _open(nodes: Nodes, snapshot: Candidate) -> Checkpoint:
     if nodes.group is None or len(snapshot.manifest_nodes) == len(nodes.nodes):
         return Checkpoint(path)
     source = nodes.nodes[snapshot.manifest_nodes[0]][0]
-    names, parts = (TABLE, NODE_FILE, MANIFEST), [b"", b"", b""]
+    names, parts = (TABLE_FILE, NODE_FILE, MANIFEST), [b"", b"", b""]
     if nodes.rank == source:
         with suppress(OSError):  # `_load` reports what is missing
             parts = [read_regular(path / name, 1 << 40) for name in names]
@@ -116,7 +117,7 @@ class ReadPlan(NamedTuple):
 
 def hashing_rank(file: str, ranks: list[int]) -> int:
     """The rank of a node that hashes a file and sends it to other nodes: if possible the one that wrote it."""
-    match = _NUMBER.match(file)
+    match = _RANK_FILE.match(file)
     number = int(match[1]) if match else 0
     return number if number in ranks else ranks[number % len(ranks)]
 
@@ -149,9 +150,9 @@ def _load(
             corrupt.append(CorruptFile(nodes.node, file, f"{place} cannot be read: {error.strerror or error}"))
             continue
         if hashed and checksum != manifest_files[file].sha256:
-            corrupt.append(CorruptFile(nodes.node, file, altered(place, checksum, manifest_files[file])))
+            corrupt.append(CorruptFile(nodes.node, file, altered_message(place, checksum, manifest_files[file])))
     if nodes.group is not None:
-        agreed(nodes.control, lambda: wait(works))
+        run_on_all_ranks(nodes.control, lambda: wait(works))
         for overlap, rows in received:
             overlap.put(rows)
     by_rank = nodes.control.all_gather_values(corrupt, list[CorruptFile])
@@ -169,7 +170,7 @@ def _plan(nodes: Nodes, snapshot: Candidate, overlaps_by_file: dict[str, list[Ro
             remote.setdefault(hashing_rank(file, nodes.nodes[source]), []).extend(file_overlaps)
     ranks = nodes.nodes[nodes.node]
     if nodes.group is None or full:
-        used = {file for file, sources in snapshot.files.items() if file != TABLE and nodes.node in sources}
+        used = {file for file, sources in snapshot.files.items() if file != TABLE_FILE and nodes.node in sources}
     else:
         reads = [(rank, file) for rank, rest in remote.items() for file in {overlap.chunk.file for overlap in rest}]
         reads += [(nodes.rank, file) for file in local_files]
@@ -249,7 +250,7 @@ def _read(stream: Regular, overlaps: list[RowOverlap], chunks: list[Extent]) -> 
     sums = side_by_side(hash_extents, segments(chunks), threads)
     rest = [overlap for overlap in overlaps if overlap.chunk.start not in destinations]
     side_by_side(lambda overlap: overlap.read(stream), rest, threads)
-    return total(sums)
+    return checksum_of_sums(sums)
 
 
 class MemoryCheckpointer:
@@ -262,10 +263,10 @@ class MemoryCheckpointer:
         self.control, self.say = control, say
         self.nodes: Nodes | None = None
         self.writer: SnapshotWriter | None = None
-        self.failure_reported = False  # that a snapshot failed: reported once
-        self.checked: dict[Place, Candidate] = {}  # snapshots that `sound` has returned
+        self.failure_reported = False  # whether a failed snapshot has been reported
+        self.checked: dict[Place, Candidate] = {}  # snapshots that `first_undamaged` has returned
 
-    def enter(self, mesh: Mesh, run_dir: Place, enabled: bool) -> None:
+    def enter(self, mesh: Mesh, run_dir: Place, *, enabled: bool) -> None:
         """Joins the nodes, before anything else. `enabled`: snapshots are taken; else existing ones can be loaded."""
         run_id, problem = "", ""
         if self.control.rank == 0:
@@ -296,7 +297,7 @@ class MemoryCheckpointer:
     ) -> tuple[Candidate, Checkpoint] | None:
         """Loads the first snapshot that is undamaged, and prints what is wrong with those before it.
 
-        `full`: files that no rank needs must be undamaged, too.
+        `full`: also checks the files that no rank needs.
         """
         for number, snapshot in enumerate(snapshots):
             assert self.nodes is not None
@@ -316,7 +317,7 @@ class MemoryCheckpointer:
     ) -> list[str]:
         """Loads the shards, or returns the problems for which the snapshot cannot be used.
 
-        Where a copy of a file is damaged, and another node has one that is not, that one is read.
+        If a copy of a file is damaged, it reads an undamaged copy of another node, if there is one.
         """
         assert self.nodes is not None
         problems: list[str] = []
@@ -335,8 +336,8 @@ class MemoryCheckpointer:
                 return problems
             snapshot = rest
 
-    def sound(self, snapshots: list[Candidate]) -> Checkpoint | None:
-        """The first snapshot of which every file is undamaged; nothing is loaded yet."""
+    def first_undamaged(self, snapshots: list[Candidate]) -> Checkpoint | None:
+        """The first snapshot whose files are all undamaged. Loads nothing."""
         loaded = self.load(snapshots, lambda _: {}, full=True)
         if loaded is None:
             return None
@@ -344,8 +345,8 @@ class MemoryCheckpointer:
         self.checked[checkpoint.path] = snapshot
         return checkpoint
 
-    def take(self, checkpoint: Checkpoint, shards: Shards) -> bool:
-        """Loads a checkpoint that `sound` has returned; False for any other."""
+    def load_checked(self, checkpoint: Checkpoint, shards: Shards) -> bool:
+        """Loads a checkpoint that `first_undamaged` has returned; returns False for any other."""
         snapshot = self.checked.pop(checkpoint.path, None)
         if snapshot is None:
             return False
@@ -354,9 +355,9 @@ class MemoryCheckpointer:
         return True
 
     def start(self, shards: Shards, manifest: Manifest, after: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """Starts a snapshot. Returns when the shards are copied, or on a GPU an event behind the copies.
+        """Starts a snapshot. Returns when the shards are copied; on a GPU, returns an event recorded after the copies.
 
-        `after`: the event of other copies, for which that one waits, too.
+        `after`: an event of other copies, which must also be complete before the returned one.
         """
         if self.writer is None:
             return after
@@ -364,7 +365,7 @@ class MemoryCheckpointer:
         return self.writer.start(shards, manifest, after)
 
     def finish(self) -> None:
-        """Waits for the snapshot under way, if there is one; prints why it failed, the first time that one does."""
+        """Waits for the snapshot under way, if there is one. Prints why it failed, but only for the first failure."""
         problem = self.writer.finish() if self.writer is not None else None
         if problem and not self.failure_reported:
             self.failure_reported = True

@@ -28,7 +28,7 @@ class Nodes:
         self.control, self.rank, self.start = control, control.rank, start
         problem = ""
         try:
-            self.snapshot_dir = snapshot_dir(run_id, make)
+            self.snapshot_dir = snapshot_dir(run_id, make=make)
         except FileNotFoundError:  # there is no snapshot on this node
             self.snapshot_dir = memory_dir() / run_id
             problem = f"{self.snapshot_dir.parent} cannot be made" if make else ""

@@ -5,7 +5,7 @@ copied = writer.start(shards, manifest)    # then parameters may change; on a GP
 ...
 writer.finish()                            # waits for the one under way, and returns why it failed, else None
 
-A rank has up to three files: those of the two newest snapshots, and the one being filled. They are reused, because
+A rank has up to three files: two in the newest two snapshots, and one being filled. They are reused, because
 resident pages are written at memory speed. A snapshot loses its manifest before its files are reused.
 """
 
@@ -20,14 +20,16 @@ import msgspec
 import torch
 from torch import Tensor
 
+from fivefold.checkpoint.async_save import BackgroundSaver, Saving, run_on_all_ranks
+from fivefold.checkpoint.checksums import checksum_of_sums, segment_sum, segments
 from fivefold.checkpoint.manifest import MANIFEST, Manifest
 from fivefold.checkpoint.memory_peers import Nodes, wait
 from fivefold.checkpoint.memory_snapshots import KEEP_LAST, NODE_FILE, free_bytes, made_at
-from fivefold.checkpoint.save import BackgroundSaver, Saving, Written, agreed, merge_written
+from fivefold.checkpoint.save import Written, merge_written
 from fivefold.checkpoint.shards import Shards
 from fivefold.checkpoint.staging import Snapshot, Staging, extent, starts
 from fivefold.checkpoint.store import Store
-from fivefold.checkpoint.tensors import TABLE, segment_sum, segments, total
+from fivefold.checkpoint.tensors import TABLE_FILE
 from fivefold.launch import faults, heartbeat
 from fivefold.launch.host import for_files, side_by_side
 from fivefold.support.files import File
@@ -150,14 +152,14 @@ class SnapshotWriter(BackgroundSaver):
 
     def _write(self, manifest: Manifest, shards: Shards) -> None:
         control, nodes, path = self.nodes.control, self.nodes, self._path(manifest.step)
-        local = agreed(control, lambda: self._checksum_own_file(path, shards))
+        local = run_on_all_ranks(control, lambda: self._checksum_own_file(path, shards))
         written = control.gather_values(local, Written)
-        tables = agreed(control, lambda: _tables(manifest, written) if control.rank == 0 else [b"", b""])
+        tables = run_on_all_ranks(control, lambda: _tables(manifest, written) if control.rank == 0 else [b"", b""])
         if nodes.group is not None:
             own_tables = tables
-            tables = agreed(control, lambda: nodes.broadcast(own_tables, 0))
+            tables = run_on_all_ranks(control, lambda: nodes.broadcast(own_tables, 0))
             self._copy_to_peers(path, msgspec.json.decode(tables[1], type=Manifest))
-        agreed(control, lambda: self._commit(path, tables, manifest.step) if nodes.first else None)
+        run_on_all_ranks(control, lambda: self._commit(path, tables, manifest.step) if nodes.first else None)
 
     def _checksum_own_file(self, path: Path, shards: Shards) -> Written:
         """Moves this rank's file into the snapshot, and computes its checksum."""
@@ -175,14 +177,14 @@ class SnapshotWriter(BackgroundSaver):
         parts = segments((start, shards[name].nbytes) for name, start in offsets.items())
         sums = side_by_side(lambda part: segment_sum(part, read), parts, for_files())
         tensors = {name: shards[name].stored(slot.name, start) for name, start in offsets.items()}
-        return Written([File(slot.name, len(data), total(sums))], tensors)
+        return Written([File(slot.name, len(data), checksum_of_sums(sums))], tensors)
 
     def _copy_to_peers(self, path: Path, manifest: Manifest) -> None:
         """Sends this rank's file to a rank of the next node, and receives those sent to this one. Collective."""
         nodes, sizes = self.nodes, {file.name: file.bytes for file in manifest.files}
         sources = {rank: f"rank-{rank}.tensors" for rank, to in nodes.copy_to.items() if to == nodes.rank}
         path.mkdir(mode=0o700, exist_ok=True)
-        received = agreed(
+        received = run_on_all_ranks(
             nodes.control,
             lambda: {rank: new_memory(path / name, sizes[name]) for rank, name in sources.items() if name in sizes},
         )
@@ -197,14 +199,14 @@ class SnapshotWriter(BackgroundSaver):
                 works += nodes.receive(tensor_of(memory), rank)
             wait(works)
 
-        agreed(nodes.control, exchange)
+        run_on_all_ranks(nodes.control, exchange)
 
     def _commit(self, path: Path, tables: list[bytes], step: int) -> None:
         """Makes the snapshot valid on this node, and invalidates all but the newest; on the first rank of a node."""
         path.mkdir(mode=0o700, exist_ok=True)
         partial = path / f"{MANIFEST}.half"
         node = msgspec.json.encode((self.nodes.node, len(self.nodes.nodes)))
-        for file, content in ((path / TABLE, tables[0]), (path / NODE_FILE, node), (partial, tables[1])):
+        for file, content in ((path / TABLE_FILE, tables[0]), (path / NODE_FILE, node), (partial, tables[1])):
             file.write_bytes(content)
         faults.strike("memory", step=step)
         for old in self.store.incomplete():
@@ -219,5 +221,5 @@ def _tables(manifest: Manifest, written: list[Written]) -> list[bytes]:
     """The contents of [tensors.json, manifest.json]."""
     tensors, files = merge_written(written)
     table = msgspec.json.encode(tensors)
-    files.append(File(TABLE, len(table), hashlib.sha256(table).hexdigest()))
+    files.append(File(TABLE_FILE, len(table), hashlib.sha256(table).hexdigest()))
     return [table, msgspec.structs.replace(manifest, files=files).text()]

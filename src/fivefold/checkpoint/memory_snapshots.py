@@ -3,8 +3,8 @@
     /dev/shm/fivefold-1000/                   private to this user; FIVEFOLD_MEMORY names another directory
         4f1d.../                              a run, by a random id that the run's directory has
             step-00000020.1767225600000/      a snapshot, in the format of a checkpoint; the suffix grows with time:
-                                              when the start began, in ms since the epoch, plus the number
-                                              of the snapshot among those of the start
+                                              when the start began, in ms since the epoch, plus the
+                                              snapshot's number within that start
                 manifest.json, tensors.json   on every node, written last
                 rank-0.tensors ...            of this node's ranks, and copies of the previous node's rank files
                 node.json                     the number of this node, and how many there were
@@ -28,13 +28,13 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.checkpoint.filesystem import storage_of
 from fivefold.checkpoint.manifest import MANIFEST, Checkpoint, Damaged
+from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import Store
 from fivefold.support.errors import UserError
 from fivefold.support.files import read_regular
 from fivefold.support.parsing import PARSE_ERRORS
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 
 MEMORY_DIR_ENV = "FIVEFOLD_MEMORY"
 ID_FILE, STARTS_FILE = "memory-id", "memory-starts.json"  # in the run's directory
@@ -60,7 +60,7 @@ def memory_dir(env: Mapping[str, str] = os.environ) -> Path:
     return Path(env.get(MEMORY_DIR_ENV) or f"/dev/shm/fivefold-{os.geteuid()}")
 
 
-def ensure_private_dir(path: Path, make: bool = False) -> Path:
+def ensure_private_dir(path: Path, *, make: bool = False) -> Path:
     """The path itself; OSError unless it is a directory private to this user, and not a link. `make`: if missing."""
     if make:
         with suppress(FileExistsError):
@@ -73,9 +73,9 @@ def ensure_private_dir(path: Path, make: bool = False) -> Path:
     return path
 
 
-def snapshot_dir(run_id: str, make: bool = False) -> Path:
+def snapshot_dir(run_id: str, *, make: bool = False) -> Path:
     """The directory of a run's snapshots on this node."""
-    return ensure_private_dir(ensure_private_dir(memory_dir(), make) / run_id, make)
+    return ensure_private_dir(ensure_private_dir(memory_dir(), make=make) / run_id, make=make)
 
 
 def existing_id(run_dir: Place) -> str:
@@ -278,9 +278,9 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def candidates(by_node: Sequence[Sequence[NodeFiles]]) -> list[Candidate]:
-    """The snapshots of which any node has a manifest, newest first; of equal steps the one that was made last.
+    """The snapshots whose manifest is on any node, the newest step first, then the one made last.
 
-    `by_node` has what each node has.
+    `by_node`: the files of each node.
     """
     by_seal: dict[tuple[str, str], Candidate] = {}
     for node, snapshots in enumerate(by_node):
@@ -304,7 +304,7 @@ def node_id() -> tuple[str, str]:
 
 
 def ranks_by_node(node_ids: Sequence[tuple[str, str]]) -> list[list[int]]:
-    """The ranks of each node; `node_ids` has that of each rank. Nodes are in the order of their first ranks."""
+    """The ranks of each node, by the node ids of all ranks. Nodes are in the order of their first ranks."""
     by_id: dict[tuple[str, str], list[int]] = {}
     for rank, its_node in enumerate(node_ids):
         by_id.setdefault(its_node, []).append(rank)

@@ -21,49 +21,53 @@ from typing import Any, TypeVar
 
 from fivefold.launch.heartbeat import beat
 from fivefold.support.files import File, HashedFile, Progress
-from fivefold.support.places import RemotePlace
+from fivefold.support.storage_place import RemotePlace
 from fivefold.support.text import bytes_text
 
 T = TypeVar("T")
-_TIMEOUT = 180.0  # seconds for a call, with all retries of a driver
-_PART = 1 << 26  # bytes sent at a time: S3 takes 10,000 parts of a file
-_MAX_RANGE = 1 << 24  # bytes read at a time
-_READ_AHEAD = 1 << 20  # bytes read at least: small tensors are next to each other
+_CALL_TIMEOUT = 180.0  # seconds for a call, with all retries of a driver
+_PART_BYTES = 1 << 26  # bytes sent at a time: S3 takes 10,000 parts of a file
+_MAX_RANGE_BYTES = 1 << 24  # bytes read at a time
+_READ_AHEAD_BYTES = 1 << 20  # bytes read at least: small tensors are next to each other
 # Credentials, regions and endpoints are read by the drivers: AWS_PROFILE, AWS_ENDPOINT_URL and so on.
-_OPTIONS: dict[str, dict[str, Any]] = {
+_DRIVER_OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {
         "config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"total_max_attempts": 2}},
         "fixed_upload_size": True,  # parts of one size, as some S3-compatible servers demand
     },
     "file": {"auto_mkdir": True},
 }
-_SECRET = re.compile("KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION_STRING", re.IGNORECASE)
+_SECRET_NAME = re.compile("KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION_STRING", re.IGNORECASE)
 
 _NO_BUCKET = re.compile("(bucket|container) does not exist|NoSuchBucket", re.IGNORECASE)
 
 
-def objects(place: RemotePlace) -> "Objects":
-    return _objects(f"{place.protocol}://{place.path.partition('/')[0]}", os.getpid())  # a fork loses drivers' threads
+def object_storage_of(place: RemotePlace) -> "ObjectStorage":
+    return _object_storage_of(
+        f"{place.protocol}://{place.path.partition('/')[0]}", os.getpid()
+    )  # a fork loses drivers' threads
 
 
 @cache
-def _objects(root: str, _: int) -> "Objects":
-    return Objects(root)
+def _object_storage_of(root: str, _: int) -> "ObjectStorage":
+    return ObjectStorage(root)
 
 
-class Objects:
+class ObjectStorage:
     """A bucket. Places in it are passed as URLs, which all drivers accept."""
 
     def __init__(self, root: str):
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
-        options = {"use_listings_cache": False, "skip_instance_cache": True} | _OPTIONS.get(root.partition(":")[0], {})
+        options = {"use_listings_cache": False, "skip_instance_cache": True} | _DRIVER_OPTIONS.get(
+            root.partition(":")[0], {}
+        )
         self.driver: Any = call_driver(lambda: url_to_fs(root, **options)[0])
 
-    def read(self, place: RemotePlace, most: int) -> bytes:
+    def read(self, place: RemotePlace, max_bytes: int) -> bytes:
         with self.open(place) as stream:
-            if stream.size > most:
-                message = f"it has {bytes_text(stream.size)}, and at most {bytes_text(most)} are read"
+            if stream.size > max_bytes:
+                message = f"it has {bytes_text(stream.size)}, and at most {bytes_text(max_bytes)} are read"
                 raise OSError(errno.EFBIG, message)
             content = bytearray(stream.size)
             stream.fill(memoryview(content), 0)
@@ -81,13 +85,13 @@ class Objects:
         missing = FileNotFoundError(errno.ENOENT, "there is no such object")
         return {name: int(entries[name]["size"]) if name in entries else missing for name in names}
 
-    def exists(self, place: RemotePlace) -> bool:
+    def file_exists(self, place: RemotePlace) -> bool:
         try:
             return bool(call_driver(lambda: self.driver.info(str(place)))["type"] == "file")
         except FileNotFoundError:
             return False
 
-    def holds(self, folder: RemotePlace) -> bool:
+    def folder_exists(self, folder: RemotePlace) -> bool:
         return bool(self._list(folder))
 
     def folders(self, directory: RemotePlace) -> list[RemotePlace]:
@@ -111,14 +115,16 @@ class Objects:
     def put(self, place: RemotePlace, content: bytes) -> None:
         call_driver(lambda: self.driver.pipe_file(str(place), content))
 
-    def commit(self, place: RemotePlace, content: bytes, others: Iterable[str], before: Callable[[], object]) -> None:
-        before()
+    def commit(
+        self, place: RemotePlace, content: bytes, others: Iterable[str], before_rename: Callable[[], object]
+    ) -> None:
+        before_rename()
         self.put(place, content)
 
-    def make(self, folder: RemotePlace) -> None:
-        """Makes nothing, since a folder exists with the first file in it; FileExistsError where there is one."""
+    def make_folder(self, folder: RemotePlace) -> None:
+        """Only checks: a folder comes into being with its first file. FileExistsError if it exists."""
         if folder.name in self._list(folder.parent):
-            raise FileExistsError(errno.EEXIST, "it is there already")
+            raise FileExistsError(errno.EEXIST, "it already exists")
 
     def rename(self, folder: RemotePlace, to: RemotePlace) -> None:
         assert to.parent == folder.parent
@@ -134,10 +140,10 @@ class Objects:
             if is_mark:
                 call_driver(lambda: self.driver.rm_file(str(folder)))
 
-    def point(self, directory: RemotePlace, name: str | None) -> None:
+    def link_latest(self, directory: RemotePlace, name: str | None) -> None:
         pass
 
-    def free(self, directory: RemotePlace) -> None:
+    def free_bytes(self, directory: RemotePlace) -> None:
         return None
 
 
@@ -167,7 +173,7 @@ class Download:
             position = start + done
             if not self.buffer_start <= position < self.buffer_start + len(self.buffer):
                 self.buffer, self.buffer_start = (
-                    self._range(position, min(max(len(into) - done, _READ_AHEAD), _MAX_RANGE)),
+                    self._range(position, min(max(len(into) - done, _READ_AHEAD_BYTES), _MAX_RANGE_BYTES)),
                     position,
                 )
             data = memoryview(self.buffer)[position - self.buffer_start :][: len(into) - done]
@@ -199,7 +205,7 @@ class _Parts:
     """fsspec's file. Closing it would make an object of what was written so far, so it is closed after all parts."""
 
     def __init__(self, driver: Any, place: RemotePlace):
-        self.file: Any = call_driver(lambda: driver.open(str(place), "wb", block_size=_PART))
+        self.file: Any = call_driver(lambda: driver.open(str(place), "wb", block_size=_PART_BYTES))
 
     def write(self, data: memoryview) -> int:
         return int(call_driver(lambda: self.file.write(data)))
@@ -235,14 +241,14 @@ def call_driver(call: Callable[[], T]) -> T:
     thread = threading.Thread(target=work, name="object storage", daemon=True)
     thread.start()
     waited = 0.0
-    while thread.is_alive() and waited < _TIMEOUT:
+    while thread.is_alive() and waited < _CALL_TIMEOUT:
         thread.join(1.0)
         waited += 1.0
         beat()  # waiting for an answer counts as progress, since it ends by itself
     if errors:
         raise as_os_error(errors[0]) from None
     if not results:
-        raise TimeoutError(errno.ETIMEDOUT, f"the storage has not answered for {_TIMEOUT:.0f} s")
+        raise TimeoutError(errno.ETIMEDOUT, f"the storage has not answered for {_CALL_TIMEOUT:.0f} s")
     return results[0]
 
 
@@ -250,7 +256,7 @@ def as_os_error(error: BaseException) -> OSError:
     """An OSError with a sentence, for anything that a driver raised, without credentials."""
     message = " ".join(str(error).split()) or type(error).__name__
     for name, value in os.environ.items():
-        if _SECRET.search(name) and len(value) >= 8:
+        if _SECRET_NAME.search(name) and len(value) >= 8:
             message = message.replace(value, "***")
     message = re.sub(r"//[^/@\s]*@", "//", message)[:500]
     if isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(message):

@@ -1,4 +1,4 @@
-"""Saves checkpoints: a snapshot at once, its files in the background, and a manifest when every rank's are there.
+"""Saves checkpoints: copies the shards, writes their files in the background, then the manifest.
 
 saver = Saver(store, control, config, device)
 copied = saver.start(shards, manifest)     # then parameters may change; on a GPU, after this event
@@ -8,42 +8,30 @@ saver.finish()                             # waits for the one under way, and re
 
 import os
 import resource
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
-from typing import TypeVar
 
 import msgspec
 import torch
 
-from fivefold.checkpoint.filesystem import storage_of
-from fivefold.checkpoint.manifest import VERSION, Manifest
+from fivefold.checkpoint.async_save import BackgroundSaver, Saving, run_on_all_ranks
+from fivefold.checkpoint.manifest import FORMAT_VERSION, Manifest
 from fivefold.checkpoint.retention import retain
 from fivefold.checkpoint.shards import Shard, Shards, raw
-from fivefold.checkpoint.staging import Snapshot, Staging
+from fivefold.checkpoint.staging import Staging
+from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import Store
-from fivefold.checkpoint.tensors import TABLE, Tensors, check, merged
+from fivefold.checkpoint.tensors import TABLE_FILE, Tensors, check, merge_tables
 from fivefold.job.config import CheckpointConfig
 from fivefold.launch import faults, heartbeat
 from fivefold.launch.heartbeat import beat
 from fivefold.launch.host import for_files, side_by_side
 from fivefold.parallel.control import Control
-from fivefold.support.errors import TrainingError
 from fivefold.support.files import File, Progress
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 from fivefold.support.text import bytes_text
 
-# ---- writer ---------------------------------------------------------------------------------------------------------
-# Writes a rank's shards, hashed on the way, in several files at a time where the machine has cores for it.
-#
-# written = write_shards(path, rank, shards, threads=for_files())
-# written.files                                 # with their hashes: nothing is read again
-# written.tensors                               # the place of each shard in them
-
-
-LEAST = 1 << 28  # bytes of a file, at least, where shards are divided over several
+MIN_FILE_BYTES = 1 << 28  # where a rank's shards are divided over several files
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -54,7 +42,7 @@ class Written(msgspec.Struct, frozen=True):
 
 
 def write_shards(directory: Place, rank: int, shards: Shards, threads: int = 1) -> Written:
-    """Writes one file or more, named by the rank; none where there are no shards."""
+    """Writes a rank's shards into one file or, with several threads, more at a time. Hashes while it writes."""
     parts = divide(shards, threads)
     suffixes = [f".{number}" for number in range(len(parts))] if len(parts) > 1 else [""]
     paths = [directory / f"rank-{rank}{suffix}.tensors" for suffix in suffixes]
@@ -62,7 +50,7 @@ def write_shards(directory: Place, rank: int, shards: Shards, threads: int = 1) 
         written = side_by_side(lambda part: _write_file(*part), list(zip(paths, parts, strict=False)), threads)
     except OSError as error:
         raise OSError(_write_error(error, directory, total(shards))) from None
-    return Written([file for file, _ in written], merged([tensors for _, tensors in written]))
+    return Written([file for file, _ in written], merge_tables([tensors for _, tensors in written]))
 
 
 def _write_file(path: Place, shards: Shards) -> tuple[File, Tensors]:
@@ -82,8 +70,8 @@ def total(shards: Shards) -> int:
 
 
 def divide(shards: Shards, max_files: int) -> list[Shards]:
-    """The shards of each file: about as many bytes in each, and none small."""
-    count = max(1, min(max_files, total(shards) // LEAST, len(shards)))
+    """The shards of each file: about equal in bytes, and none small."""
+    count = max(1, min(max_files, total(shards) // MIN_FILE_BYTES, len(shards)))
     if count == 1:
         return [shards] if shards else []
     parts: list[dict[str, Shard]] = [{} for _ in range(count)]
@@ -99,7 +87,7 @@ def _write_error(error: OSError, directory: Place, needed: int) -> str:
     """The sentence of an error in writing, with the bytes that were needed and those that are free."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     try:
-        free_bytes = storage_of(directory).free(directory)
+        free_bytes = storage_of(directory).free_bytes(directory)
         free = f"{bytes_text(free_bytes)} are free there" if free_bytes is not None else ""
     except OSError as access_error:
         free = f"it cannot be accessed: {access_error.strerror}"
@@ -108,85 +96,6 @@ def _write_error(error: OSError, directory: Place, needed: int) -> str:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     limit_text = f", files may have {bytes_text(limit)}" if limit != resource.RLIM_INFINITY else ""
     return f"{reason}: {bytes_text(needed)} go into {directory}, {free}{limit_text}"
-
-
-# ---- save -----------------------------------------------------------------------------------------------------------
-
-
-T = TypeVar("T")
-
-
-class NotSaved(Exception):
-    """A checkpoint was not written, which all ranks know. The run can go on."""
-
-
-@dataclass
-class Saving:
-    """A save that is under way or has ended."""
-
-    manifest: Manifest
-    begun: float = field(default_factory=time.monotonic)
-    error: BaseException | None = None
-    last_good: str = ""  # after an error: a text on the last good checkpoint
-
-
-class BackgroundSaver:
-    """Saves in a thread, one at a time. The shards are copied first, and then may change."""
-
-    what, failed = "", ""  # the noun for a save, and the start of the sentence for a failed one, with "{step}"
-
-    def __init__(self) -> None:
-        self.saving: Saving | None = None
-        self.thread = threading.Thread()
-
-    def _begin(
-        self, manifest: Manifest, snapshot: Snapshot, write: Callable[[Manifest, Shards], object]
-    ) -> torch.cuda.Event | None:
-        self.saving = Saving(manifest)
-        arguments = (self.saving, snapshot, write)
-        self.thread = threading.Thread(target=self._run, args=arguments, name=self.what, daemon=True)
-        self.thread.start()
-        return snapshot.copied
-
-    def _run(self, saving: Saving, snapshot: Snapshot, write: Callable[[Manifest, Shards], object]) -> None:
-        """Writes the snapshot; runs in the thread."""
-        heartbeat.enter(f"the {self.what} of step {saving.manifest.step}")
-        try:
-            snapshot.wait()
-            write(saving.manifest, snapshot.shards)
-        except BaseException as error:
-            saving.error = error
-        finally:
-            heartbeat.enter("")
-        self._after(saving)
-
-    def _after(self, saving: Saving) -> None:
-        """Called in the thread when the save is written or has failed."""
-        raise NotImplementedError
-
-    @property
-    def ended(self) -> bool:
-        """Whether the save under way, if there is one, has ended on this rank, well or badly."""
-        return not self.thread.is_alive()
-
-    def finish(self) -> str | None:
-        """Waits for the save under way, if there is one; returns why it failed, the same on all ranks, else None.
-
-        Raises TrainingError if a peer was lost in it.
-        """
-        if self.saving is None:
-            return None
-        self.thread.join()
-        saving, self.saving = self.saving, None
-        if saving.error is None:
-            return None
-        if isinstance(saving.error, TrainingError):
-            raise saving.error
-        message = f"{self.failed.format(step=saving.manifest.step)}: {saving.error}"
-        message += f"; {saving.last_good}" if saving.last_good else ""
-        if not isinstance(saving.error, NotSaved):
-            raise TrainingError(message) from saving.error
-        return message
 
 
 class Saver(BackgroundSaver):
@@ -204,8 +113,8 @@ class Saver(BackgroundSaver):
     ) -> torch.cuda.Event | None:
         """Starts a save, after an earlier one is finished. Collective.
 
-        Returns when the shards are copied, or on a GPU an event behind the copies. `after`: the event of other copies,
-        for which that one waits, too.
+        Returns when the shards are copied; on a GPU, returns an event recorded after the copies. `after`: an event of
+        other copies, which must also be complete before the returned one.
         """
         assert self.saving is None
         return self._begin(manifest, self.staging.take(shards, after), self._write)
@@ -231,12 +140,12 @@ class Saver(BackgroundSaver):
 def write(store: Store, control: Control, shards: Shards, manifest: Manifest) -> Place:
     """Writes every rank's shards into a checkpoint, which is complete once it has its manifest. Collective."""
     needed, first = sum(control.all_gather_values(total(shards), int)), control.rank == 0
-    name = agreed(control, lambda: _new_directory(store, manifest.step, needed).name if first else "")
+    name = run_on_all_ranks(control, lambda: _new_directory(store, manifest.step, needed).name if first else "")
     path = store.directory / control.broadcast_value(name, str)
     with _deleted_on_failure(store, path) if first else nullcontext():
-        local = agreed(control, lambda: _write_local(path, control.rank, shards, manifest.step))
+        local = run_on_all_ranks(control, lambda: _write_local(path, control.rank, shards, manifest.step))
         written = control.gather_values(local, Written)
-        agreed(control, lambda: _commit(store, path, manifest, written) if first else None)
+        run_on_all_ranks(control, lambda: _commit(store, path, manifest, written) if first else None)
     return path
 
 
@@ -247,7 +156,7 @@ def _write_local(path: Place, rank: int, shards: Shards, step: int) -> Written:
 
 def merge_written(written: list[Written]) -> tuple[Tensors, list[File]]:
     """The tensors and files of all ranks; ValueError unless every element was written once."""
-    tensors = merged([part.tensors for part in written])
+    tensors = merge_tables([part.tensors for part in written])
     files = [file for part in written for file in part.files]
     check(tensors, {file.name: file.bytes for file in files})
     return tensors, files
@@ -255,15 +164,15 @@ def merge_written(written: list[Written]) -> tuple[Tensors, list[File]]:
 
 def _commit(store: Store, path: Place, manifest: Manifest, written: list[Written]) -> None:
     tensors, files = merge_written(written)
-    with store.storage.create(path / TABLE, heartbeat.beat) as table:
+    with store.storage.create(path / TABLE_FILE, heartbeat.beat) as table:
         table.write(msgspec.json.encode(tensors))
         files.append(table.finish())
-    store.commit(path, msgspec.structs.replace(manifest, version=VERSION, files=files))
+    store.commit(path, msgspec.structs.replace(manifest, version=FORMAT_VERSION, files=files))
 
 
 @contextmanager
 def _deleted_on_failure(store: Store, path: Place) -> Iterator[None]:
-    """Deletes an incomplete checkpoint if its writing fails; the next save tries again where that fails, too."""
+    """Deletes an incomplete checkpoint if writing it fails; if that fails as well, the next save tries again."""
     try:
         yield
     except BaseException:
@@ -292,22 +201,8 @@ def write_alone(
 def _new_directory(store: Store, step: int, needed: int) -> Place:
     """A new directory for a checkpoint; OSError if fewer bytes are free than it takes."""
     path = store.new(step)
-    free = store.storage.free(store.directory)
+    free = store.storage.free_bytes(store.directory)
     if free is not None and free < needed:
         store.discard(path)
         raise OSError(f"it takes {bytes_text(needed)}, and {store.directory} has {bytes_text(free)} left")
     return path
-
-
-def agreed(control: Control, do: Callable[[], T]) -> T:
-    """Calls `do`, and returns this rank's result; if it failed on any rank, all raise NotSaved. Collective."""
-    problem = ""
-    try:
-        result = do()
-    except Exception as error:
-        who = f"rank {control.rank}: " if control.size > 1 else ""
-        why = error.strerror if isinstance(error, OSError) else None
-        problem = f"{who}{why or str(error) or type(error).__name__}"
-    if why := next(filter(None, control.all_gather_values(problem, str)), ""):
-        raise NotSaved(why)
-    return result

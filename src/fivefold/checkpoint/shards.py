@@ -1,5 +1,5 @@
-"""The shards of a rank: boxes of tensors with global names. State is written as the shards of one layout and read as
-those of another; `load.py` finds the overlaps.
+"""The shards of a rank: boxes of tensors with global names. One layout writes its shards, another reads its own;
+`load.py` finds the overlaps.
 """
 
 import math
@@ -59,12 +59,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# ---- state ----------------------------------------------------------------------------------------------------------
-# A trainer's state as shards: masters, the optimizer's states and the model's buffers by global name.
-#
-# The model's own weights are not saved: they are computed from the masters.
-
-
+# A trainer's state: masters, the optimizer's states and the model's buffers by global name. The model's own weights are
+# not saved: they are computed from the masters.
 Shapes = Mapping[str, tuple[int, ...]]  # of every parameter of the model
 Buffers = Mapping[str, Tensor]  # of this rank's stages, each in full
 
@@ -72,7 +68,7 @@ Buffers = Mapping[str, Tensor]  # of this rank's stages, each in full
 def saveable_tensors(
     weights: Weights, shapes: Shapes, optimizer: Optimizer | None, buffers: Buffers | None = None
 ) -> dict[str, Shard]:
-    """All tensors of this rank that checkpoints have; the shards share their memory."""
+    """This rank's tensors that go into checkpoints, as shards that share their memory."""
     return _shards(weights.masters, weights, shapes, optimizer) | _full(buffers or {})
 
 
@@ -81,8 +77,8 @@ def stored_buffers(buffers: Buffers, checkpoint: Checkpoint) -> Buffers:
     return {name: buffer for name, buffer in buffers.items() if model_key(name) in checkpoint.tensors}
 
 
-def written(weights: Weights, shapes: Shapes, optimizer: Optimizer, buffers: Buffers) -> dict[str, Shard]:
-    """The shards that this rank writes: of replicas, ranks take turns, parameter by parameter."""
+def shards_to_write(weights: Weights, shapes: Shapes, optimizer: Optimizer, buffers: Buffers) -> dict[str, Shard]:
+    """The shards that this rank writes: replicas take turns, parameter by parameter."""
     names = []
     for number, name in enumerate(shapes):
         if name in weights.masters:

@@ -26,7 +26,7 @@ from fivefold.checkpoint.shards import Shard, Shards
 from fivefold.support.errors import Note, TrainingError
 from fivefold.support.text import bytes_text
 
-PAGE = mmap.PAGESIZE
+PAGE_BYTES = mmap.PAGESIZE
 _PORTABLE = 1  # cudaHostRegisterPortable
 
 
@@ -52,9 +52,9 @@ class Staging:
         self.buffers: dict[str, Tensor] | None = None
 
     def prepare(self, shards: Shards, memory: mmap.mmap | None = None) -> None:
-        """Allocates and pins the buffers, once; they are unpinned when this object is deleted.
+        """Allocates and pins the buffers, once; deleting this object unpins them.
 
-        `memory`: to be used in place of new memory, of the `extent` of the shards.
+        `memory`: used in place of new memory; its size is the `extent` of the shards.
         """
         if self.buffers is not None:
             return
@@ -75,7 +75,7 @@ class Staging:
                 warnings.warn(text, Note, stacklevel=2)
 
     def take(self, shards: Shards, after: torch.cuda.Event | None = None) -> Snapshot:
-        """Copies the shards. `after`: the event of other copies, for which `copied` waits, too."""
+        """Copies the shards. `after`: an event of other copies, for which `copied` also waits."""
         self.prepare(shards)
         if self.stream is None or not shards:
             return Snapshot({name: self._copy(name, shard) for name, shard in shards.items()}, self.device, after)
@@ -108,7 +108,7 @@ def extent(shards: Shards) -> int:
 
 
 def _page_aligned(size: int) -> int:
-    return -(-size // PAGE) * PAGE
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
 def _allocate(size: int) -> mmap.mmap:

@@ -1,4 +1,4 @@
-"""A run's checkpoints, on disk or on object storage (`filesystem.py`). No torch: listing and hashing them needs none.
+"""A run's checkpoints, on disk or on object storage (`storage.py`). No torch: listing and hashing them needs none.
 
 checkpoints/step-00000012/       one save, in a directory of its own
     manifest.json                written last and renamed into place: without it the save is incomplete
@@ -6,29 +6,30 @@ checkpoints/step-00000012/       one save, in a directory of its own
     rank-0.tensors ...           the values, one file or more of each rank
 checkpoints/step-00000012.2/     the same step saved once more
 checkpoints/latest               a link to the newest complete one
-checkpoints/*.incomplete, *.damaged, *.suspect    set aside, and never read again: the newest of the incomplete ones is
-                                 kept, and all that are damaged, or that a corruption check suspects
+checkpoints/*.incomplete, *.damaged, *.suspect    set aside, and never read again. All but the newest incomplete one are
+                                 deleted; the damaged, and those that a corruption check suspects, are kept
 """
 
 import re
 from functools import partial
+from typing import Any
 
-from fivefold.checkpoint.filesystem import Storage, storage_of
 from fivefold.checkpoint.manifest import MANIFEST, STEP_NAME, Checkpoint, Manifest, step_and_number, step_name
+from fivefold.checkpoint.storage import Storage, storage_of
 from fivefold.launch import faults
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 
-_ASIDE = re.compile(r"\.(incomplete|damaged|suspect)(-\d+)?$")
+_SET_ASIDE_NAME = re.compile(r"\.(incomplete|damaged|suspect)(-\d+)?$")
 
 
 class Store:
-    """The checkpoints of a run. One process at a time changes them: the run's first rank."""
+    """The checkpoints of a run. Only the run's first rank changes them."""
 
     def __init__(self, directory: Place):
         self.directory = directory
 
     @property
-    def storage(self) -> Storage:
+    def storage(self) -> Storage[Any]:
         return storage_of(self.directory)
 
     def complete(self) -> list[Checkpoint]:
@@ -39,16 +40,16 @@ class Store:
     def incomplete(self) -> list[Place]:
         return [path for path in self._named() if not self._has_manifest(path)]
 
-    def aside(self) -> list[Place]:
+    def set_aside_folders(self) -> list[Place]:
         """The directories that were set aside."""
-        paths = (path for path in self.storage.folders(self.directory) if _ASIDE.search(path.name))
+        paths = (path for path in self.storage.folders(self.directory) if _SET_ASIDE_NAME.search(path.name))
         return sorted(paths, key=lambda path: path.name)
 
     def _named(self) -> list[Place]:
         return [path for path in self.storage.folders(self.directory) if STEP_NAME.fullmatch(path.name)]
 
     def _has_manifest(self, path: Place) -> bool:
-        return self.storage.exists(path / MANIFEST)
+        return self.storage.file_exists(path / MANIFEST)
 
     def new(self, step: int) -> Place:
         """Makes a new directory for a save of this step."""
@@ -56,17 +57,17 @@ class Store:
         while True:
             path = self.directory / step_name(step, number)
             try:
-                self.storage.make(path)
+                self.storage.make_folder(path)
                 return path
             except FileExistsError:
                 number += 1
 
     def commit(self, path: Place, manifest: Manifest) -> Checkpoint:
-        """Writes the manifest, with which a save becomes a checkpoint."""
+        """Writes the manifest, which makes the save a checkpoint."""
         files = [file.name for file in manifest.files]
-        before = partial(faults.strike, "commit", step=manifest.step)
-        self.storage.commit(path / MANIFEST, manifest.text(), files, before)
-        self.storage.point(self.directory, path.name)
+        before_rename = partial(faults.strike, "commit", step=manifest.step)
+        self.storage.commit(path / MANIFEST, manifest.text(), files, before_rename)
+        self.storage.link_latest(self.directory, path.name)
         return Checkpoint(path)
 
     def discard(self, path: Place) -> None:
@@ -81,9 +82,9 @@ class Store:
             number += 1
         to = path.with_name(name)
         self.storage.rename(path, to)
-        self.point_to_latest()
+        self.link_latest()
         return to
 
-    def point_to_latest(self) -> None:
-        """Makes the link `latest` one to the newest complete checkpoint, if there is any."""
-        self.storage.point(self.directory, next((checkpoint.path.name for checkpoint in self.complete()), None))
+    def link_latest(self) -> None:
+        """Points the link `latest` at the newest complete checkpoint, if there is one."""
+        self.storage.link_latest(self.directory, next((checkpoint.path.name for checkpoint in self.complete()), None))

@@ -24,6 +24,7 @@ from fivefold.cli import (
     catalogue,
     checkpoint,
     compare,
+    completion,
     data,
     draw,
     hf,
@@ -37,13 +38,13 @@ from fivefold.cli import (
 )
 from fivefold.cli.options import DRAWABLE_SUFFIXES, command, command_line
 from fivefold.cli.renamed import ExplainsUnknown
-from fivefold.launch.heartbeat import BEATS
+from fivefold.launch.heartbeat import BEATS_ENV
 from fivefold.launch.host import keep_freed_memory
 from fivefold.launch.world import rank_here
 from fivefold.render.blocks import TEXT_SUFFIXES
-from fivefold.support.errors import TRAINING, Note, PeerLost, TrainingError, UserError, needs
-from fivefold.support.plugins import blamed, options, untrusted_in
-from fivefold.support.progress import shown
+from fivefold.support.errors import TRAIN_PACKAGES, Note, PeerLost, TrainingError, UserError, missing_package_sentence
+from fivefold.support.plugins import options, plugin_error, untrusted_in
+from fivefold.support.progress import is_shown
 from fivefold.version import __version__
 
 app = typer.Typer(
@@ -107,6 +108,7 @@ def main(other_app: typer.Typer | None = None) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     _print_notes(console)
     keep_freed_memory()
+    completion.keep_to_a_line()
     try:
         (other_app or app)()
     except UserError as error:
@@ -125,7 +127,7 @@ def main(other_app: typer.Typer | None = None) -> None:
         sys.exit(error.code)
     except (Exception, SystemExit) as error:
         # Else it is a bug of ours, with its traceback, or the exit code of a command that has ended.
-        if (of_plugin := blamed(error)) is None:
+        if (of_plugin := plugin_error(error)) is None:
             raise
         _refuse(console, of_plugin)
 
@@ -143,7 +145,7 @@ def _refuse(console: Console, error: UserError) -> NoReturn:
 
 def _is_first_to_say(sentence: str) -> bool:
     """Whether no other rank of the same launcher has printed it yet: most have the same problems."""
-    if not (beats := os.environ.get(BEATS)):
+    if not (beats := os.environ.get(BEATS_ENV)):
         return True
     said = Path(beats).with_name(f"said-{crc32(sentence.encode())}")
     try:
@@ -157,9 +159,9 @@ def _is_first_to_say(sentence: str) -> bool:
 
 def _missing_package(error: ModuleNotFoundError) -> UserError:
     """The sentence about a missing package of the extra `train`. Any other failed import is a bug and raised again."""
-    if error.name not in TRAINING:
+    if error.name not in TRAIN_PACKAGES:
         raise error
-    return UserError(needs(error.name), f"install.{error.name}")
+    return UserError(missing_package_sentence(error.name), f"install.{error.name}")
 
 
 def _error(sentence: str) -> Text:
@@ -174,7 +176,7 @@ def _print_notes(console: Console) -> None:
 
     def show(message: Any, *args: Any, **options: Any) -> None:
         if isinstance(message, Note):
-            if prints and shown():
+            if prints and is_shown():
                 console.print(Text.assemble(("note: ", "bold yellow"), str(message)))
         else:
             python_showwarning(message, *args, **options)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from fivefold.cli import completion
 from fivefold.cli.options import Json, Output, Picture, command, counting_bar
 from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.render.blocks import TEXT_SUFFIXES, show
@@ -21,7 +22,11 @@ app = typer.Typer(
 @command(app, "models", "All built-in models, or one.  [dim]fivefold list models llama3-8b[/]", TEXT_SUFFIXES)
 def models(
     name: Annotated[
-        str | None, typer.Argument(help="Show this one: a preset, a Hugging Face config.json or its directory.")
+        str | None,
+        typer.Argument(
+            help="Show this one: a preset, a Hugging Face config.json or its directory.",
+            autocompletion=completion.models,
+        ),
     ] = None,
     seq: Annotated[
         int | None, typer.Option(help="Sequence length for the FLOPs; default: each model's context.")
@@ -59,7 +64,9 @@ def models(
     app, "accelerators", "All built-in accelerators, or one.  [dim]fivefold list accelerators H100[/]", TEXT_SUFFIXES
 )
 def accelerators(
-    name: Annotated[str | None, typer.Argument(help="Show this one with all its figures.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Show this one with all its figures.", autocompletion=completion.accelerators)
+    ] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:

@@ -11,8 +11,8 @@ from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.render.blocks import TEXT_SUFFIXES, show
 from fivefold.support.errors import UserError
 from fivefold.support.files import whole_or_nothing
-from fivefold.support.places import place_of
 from fivefold.support.plugins import options
+from fivefold.support.storage_place import place_of
 
 SHORT = "List, verify and reshard checkpoints.  [dim]fivefold checkpoint ls runs/demo[/]"
 app = typer.Typer(
@@ -85,10 +85,10 @@ def reshard(
 
       fivefold checkpoint reshard runs/demo --layout dp=8 -o s3://bucket/runs/demo
     """
-    from fivefold.checkpoint.filesystem import making_at
     from fivefold.checkpoint.find import find, job_of, run_of
-    from fivefold.checkpoint.hf_extras import carry
-    from fivefold.checkpoint.load import reshard as write_shards
+    from fivefold.checkpoint.hf_extras import copy_extras
+    from fivefold.checkpoint.reshard import reshard as write_shards
+    from fivefold.checkpoint.storage import new_output_at
     from fivefold.checkpoint.store import Store
     from fivefold.job.config import to_toml
     from fivefold.layout.layout import Layout
@@ -100,14 +100,14 @@ def reshard(
         raise UserError(problems)
     if damage := checkpoint.damage():
         raise UserError(damage, "checkpoint.damaged")
-    making = whole_or_nothing(target) if isinstance(target, Path) else making_at(target)
+    making = whole_or_nothing(target) if isinstance(target, Path) else new_output_at(target)
     with making, bytes_bar("writing", checkpoint.bytes) as advance:
         if isinstance(target, Path):
             target.mkdir(parents=True, exist_ok=True)
         path = write_shards(checkpoint, job.model, wanted, job.data.seq, Store(target / "checkpoints"), advance)
         if isinstance(target, Path):
             (target / "job.toml").write_text(to_toml(job))
-            carry(run_of(checkpoint), target)
+            copy_extras(run_of(checkpoint), target)
     arguments = f"JOB checkpoint.url={target.parent} run.name={target.name}"
     if isinstance(target, Path):
         arguments = f"{target / 'job.toml'}{options(job.plugins)}"

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from fivefold.cli.completion import models
 from fivefold.cli.draw import Chunks, Group, Memory, Overlap, Sends, Slow, TimesText
 from fivefold.cli.options import Batch, Json, ModelWords, Output, Seq, Software, command, options_given, refuse
 from fivefold.cli.renamed import ExplainsUnknown
@@ -19,7 +20,9 @@ app = typer.Typer(
 
 @command(app, "zero", "Memory by ZeRO stage.  [dim]fivefold compare zero 7.5e9 --ranks 64[/]", TEXT_SUFFIXES)
 def zero(
-    model: Annotated[str, typer.Argument(help="A model's name, or a number of parameters: 7.5e9.")],
+    model: Annotated[
+        str, typer.Argument(help="A model's name, or a number of parameters: 7.5e9.", autocompletion=models)
+    ],
     ranks: Annotated[int, typer.Option(help="Ranks to shard over (dp x cp).")] = 64,
     output: Output = None,
     as_json: Json = False,
@@ -35,7 +38,7 @@ def zero(
 
       fivefold compare zero llama3-8b --ranks 8
     """
-    from fivefold.planner import textbook
+    from fivefold.planner import textbook_formulas as textbook
 
     show(textbook.zero(model, ranks), as_json=as_json, output=output)
 
@@ -104,8 +107,8 @@ def cp(
 
       fivefold compare cp --lengths 131072 --kernels flash2,flash3,peak
     """
-    from fivefold.planner.context import context as single_layer
-    from fivefold.planner.context import lengths as cp_by_length
+    from fivefold.planner.compare_cp import compare_cp
+    from fivefold.planner.cp_by_length import cp_by_length
 
     if lengths:
         given = options_given(context, _SINGLE_LAYER_OPTIONS)
@@ -123,7 +126,7 @@ def cp(
         )
     if kernels:
         raise UserError("--kernels needs --lengths", "option.conflict")
-    result = single_layer(
+    result = compare_cp(
         seq, ranks, model=model, heads=heads, kv_heads=kv_heads, head_dim=head_dim, tp=tp,
         cluster=cluster or "16x8xH100", software=software,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from fivefold.cli.completion import schedules
 from fivefold.cli.options import DRAWABLE_SUFFIXES, Html, Json, write_page
 from fivefold.render.blocks import Text, check_writable, console_of, render, show
 from fivefold.support.errors import UserError
@@ -38,7 +39,10 @@ _Output = Annotated[
 
 
 def draw(
-    schedule: Annotated[list[str], typer.Argument(help="Schedules by name or file, compared if several; or mesh.")],
+    schedule: Annotated[
+        list[str],
+        typer.Argument(help="Schedules by name or file, compared if several; or mesh.", autocompletion=schedules),
+    ],
     pp: Ranks = None,
     microbatches: Microbatches = None,
     chunks: Chunks = None,
@@ -103,7 +107,7 @@ def draw(
 def _draw_mesh(
     layout: str, cluster: str, output: Path | None, html: Path | None, *, as_json: bool, timed: bool
 ) -> None:
-    from fivefold.planner.mesh import mesh
+    from fivefold.planner.mesh_picture import mesh
 
     if timed:
         raise UserError(

@@ -9,7 +9,7 @@ import typer
 
 from fivefold.cli.options import Json, bytes_bar, command
 from fivefold.cli.renamed import ExplainsUnknown
-from fivefold.support.dtypes import BYTES, dtype_of
+from fivefold.support.dtypes import DTYPE_BYTES, dtype_of
 from fivefold.support.errors import UserError
 from fivefold.support.plugins import options
 
@@ -68,7 +68,7 @@ def import_hf(
 
       fivefold generate runs/llama --prompt "Once upon a time"
     """
-    from fivefold.checkpoint.find import stored
+    from fivefold.checkpoint.find import stored_job
     from fivefold.checkpoint.hf import import_hf as run_import
     from fivefold.checkpoint.hf_files import HuggingFace
     from fivefold.job.config import read_job
@@ -79,7 +79,7 @@ def import_hf(
     count = HuggingFace(directory, model).spec.parameter_count
     with bytes_bar("importing", 4 * count) as advance:
         checkpoint = run_import(directory, output, advance, data, model)
-    job, run = stored(checkpoint), shlex.quote(str(output))
+    job, run = stored_job(checkpoint), shlex.quote(str(output))
     has_tokenizer = (output / "tokenizer.json").is_file()
     train = f"fivefold train {run}/job.toml" + (" data.path=TOKENS" if data is None else "")
     train += options(job.plugins)
@@ -121,18 +121,18 @@ def export_hf(
       fivefold hf export runs/demo --step 100 -o demo-hf --dtype bfloat16 --shard-size 2GB
     """
     from fivefold.checkpoint.find import find, job_of
-    from fivefold.checkpoint.hf import EXPORTED, usual_dtype
+    from fivefold.checkpoint.hf import EXPORT_DTYPES, usual_dtype
     from fivefold.checkpoint.hf import export_hf as run_export
 
-    if dtype and (dtype := dtype_of(dtype)) not in EXPORTED:
-        raise UserError(f"--dtype {dtype} is not one of {', '.join(EXPORTED)}", "option.choice")
+    if dtype and (dtype := dtype_of(dtype)) not in EXPORT_DTYPES:
+        raise UserError(f"--dtype {dtype} is not one of {', '.join(EXPORT_DTYPES)}", "option.choice")
     checkpoint = find(run, step)
     if damage := checkpoint.damage():
         raise UserError(damage, "checkpoint.damaged")
     job = job_of(checkpoint)
     dtype = dtype or usual_dtype(checkpoint, job)
     limit, (tokenizer, end) = _parse_size(shard_size), _tokenizer_and_end(checkpoint, job)
-    with bytes_bar("exporting", BYTES[dtype] * job.model.parameter_count) as advance:
+    with bytes_bar("exporting", DTYPE_BYTES[dtype] * job.model.parameter_count) as advance:
         run_export(checkpoint, job.model, output, dtype, limit, tokenizer, end, advance)
     name, last_step = job.model.name, checkpoint.manifest.step
     figures = {"directory": str(output), "model": name, "step": last_step, "dtype": dtype}

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from fivefold.cli import completion
 from fivefold.cli.options import DRAWABLE_SUFFIXES, Json, Output, Picture, command, counting_bar
 from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.render.blocks import TEXT_SUFFIXES, show
@@ -39,7 +40,9 @@ def labs(context: typer.Context, as_json: Json = False) -> None:
     app, "start", "Write the statement and the file of a lab.  [dim]fivefold lab start linear my-lab[/]", TEXT_SUFFIXES
 )
 def start(
-    name: Annotated[str, typer.Argument(help="The lab: one that `fivefold lab` lists.")],
+    name: Annotated[
+        str, typer.Argument(help="The lab: one that `fivefold lab` lists.", autocompletion=completion.labs)
+    ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; it is created, and nothing is replaced.")],
     as_json: Json = False,
     output: Output = None,
@@ -61,6 +64,7 @@ def check(
     timeout: Annotated[
         float, typer.Option(help="Seconds that one layout has before its ranks count as hanging.")
     ] = 30.0,
+    first: Annotated[bool, typer.Option("--first", help="End at the first layout that is wrong.")] = False,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -68,7 +72,8 @@ def check(
 
     Outputs, gradients and messages are compared in several layouts with awkward
     sizes. The command ends with 0 if all are right and with 1 otherwise; within about
-    a minute. It runs your code with your rights: it is no sandbox.
+    a minute, and at the first layout that hangs, exits or is not written. It runs your
+    code with your rights: it is no sandbox.
 
     [dim]Examples:[/]
 
@@ -79,7 +84,7 @@ def check(
     from fivefold.labs.checking import check_lab
 
     with counting_bar() as progress:
-        found = check_lab(answer, timeout=timeout, progress=progress)
+        found = check_lab(answer, timeout=timeout, first=first, progress=progress)
     show(found, as_json=as_json, output=output)
 
 
@@ -93,7 +98,9 @@ def bench(
     """Time an answer on 1, 2 and 4 ranks: scaling efficiency, and when each rank computes or waits.
 
     One rank runs PyTorch's own code on the whole; more ranks run yours on the same
-    work. -o timeline.svg draws the step.
+    work, right or not. The timeline shows messages that travel while a rank computes,
+    and for a pipeline the simulated bubble stands beside the time in messages.
+    -o timeline.svg draws the step.
 
     [dim]Examples:[/]
 

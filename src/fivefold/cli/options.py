@@ -27,11 +27,12 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from fivefold.cli.completion import models
 from fivefold.render.blocks import TEXT_SUFFIXES, check_writable
 from fivefold.render.paint import PICTURE_SUFFIXES
 from fivefold.support.errors import UserError
 from fivefold.support.plugins import find_value, is_plugin, load
-from fivefold.support.progress import shown, silenced
+from fivefold.support.progress import is_shown, silence
 
 DRAWABLE_SUFFIXES = (*PICTURE_SUFFIXES, *TEXT_SUFFIXES)  # of a result that can also be drawn
 PAGE_SUFFIXES = (".html", ".htm")
@@ -57,7 +58,11 @@ Html = Annotated[Path | None, typer.Option("--html", help="Also write a self-con
 
 ModelWords = Annotated[
     list[str],
-    typer.Argument(metavar="MODEL [KEY=VALUE ...]", help="A model's name, a job file or a config, then changes to it."),
+    typer.Argument(
+        metavar="MODEL [KEY=VALUE ...]",
+        help="A model's name, a job file or a config, then changes to it.",
+        autocompletion=models,
+    ),
 ]
 JobWords = Annotated[
     list[str] | None,
@@ -151,7 +156,7 @@ def _unwrap(text: str) -> str:
 @contextmanager
 def _quiet(*, prints_json: bool) -> Iterator[None]:
     """Print only errors and JSON, and show no progress."""
-    with silenced(), open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if prints_json else nowhere):
+    with silence(), open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if prints_json else nowhere):
         yield
 
 
@@ -248,4 +253,4 @@ def counting_bar() -> Iterator[Callable[[int, int, str], None]]:
 
 def _bar(*columns: ProgressColumn) -> Progress:
     console = Console(stderr=True, highlight=False)
-    return Progress(*columns, console=console, transient=True, disable=not (console.is_terminal and shown()))
+    return Progress(*columns, console=console, transient=True, disable=not (console.is_terminal and is_shown()))

@@ -114,11 +114,11 @@ def plan(
       fivefold plan llama3-70b --cluster 8x8xH100 --html plan.html
     """
     from fivefold.planner import plan as planning
-    from fivefold.planner.training import TWENTY
+    from fivefold.planner.training import CHINCHILLA_BUDGET
 
     check_whole_layout(layout or fix, words, "--layout" if layout else "--fix")
     if tokens is None and _is_job(output) and not words[0].endswith(".toml"):
-        tokens = None if any(word.startswith("train.steps=") for word in words) else TWENTY
+        tokens = None if any(word.startswith("train.steps=") for word in words) else CHINCHILLA_BUDGET
     result = planning.plan(
         words[0], cluster, changes=words[1:], batch=batch, seq=seq, layout=layout, fix=fix, by=by, top=top,
         precision=precision, software=software, price=price, tokens=tokens, imbalance=imbalance,

@@ -85,13 +85,13 @@ def _path(ctx: Any) -> list[str]:
 def _explain(error: Any) -> list[str]:
     """A sentence for each unknown option that is a setting; none if the option of the error is not one."""
     from fivefold.job.aliases import option_meant
-    from fivefold.job.config import KEYS
+    from fivefold.job.config import SECTION_KEYS
 
     if sentence := _RENAMED_OPTIONS.get((" ".join(_path(error.ctx)), error.option_name)):
         return [sentence]
     params = error.ctx.command.params
     known = [name for param in params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
-    sections = {name: KEYS[name] for name in _SECTIONS_BY_COMMAND.get(error.ctx.command.name, KEYS)}
+    sections = {name: SECTION_KEYS[name] for name in _SECTIONS_BY_COMMAND.get(error.ctx.command.name, SECTION_KEYS)}
     takes = next((param.metavar for param in params if "KEY=VALUE" in (param.metavar or "")), "")
     sentences: dict[str, str | None] = {}
     for index, word in enumerate(sys.argv):

@@ -80,7 +80,7 @@ def generate(
     from fivefold.generation.request import Request
     from fivefold.generation.request import generate as run
     from fivefold.generation.sampling import Sampling
-    from fivefold.support.places import place_of
+    from fivefold.support.storage_place import place_of
 
     if bool(prompt) == bool(tokens):
         raise UserError("give either --prompt or --tokens", "option.conflict")
@@ -191,14 +191,14 @@ def inspect(
 
       fivefold inspect runs --html all.html
     """
-    from fivefold.support.places import place_of
+    from fivefold.support.storage_place import place_of
     from fivefold.trainer.inspect import inspect as inspect_run
-    from fivefold.trainer.records import METRICS
+    from fivefold.trainer.records import METRICS_FILE
 
     place = place_of(run)
     if html is not None and not (isinstance(place, Path) and place.is_dir()):
         raise UserError(f"--html needs a run's directory, or one with runs in it; {run} is neither", "option.conflict")
-    if html is not None and isinstance(place, Path) and not (place / METRICS).is_file():  # a directory of runs
+    if html is not None and isinstance(place, Path) and not (place / METRICS_FILE).is_file():  # a directory of runs
         from fivefold.web.report import report
 
         show(report(place, html, command_line()), as_json=as_json)

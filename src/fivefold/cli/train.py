@@ -16,7 +16,7 @@ from rich.console import Console
 from fivefold.cli.options import Json, RunWords, split_job_and_changes
 from fivefold.launch.exits import say
 from fivefold.support.errors import UserError
-from fivefold.support.progress import shown
+from fivefold.support.progress import is_shown
 
 if TYPE_CHECKING:
     from fivefold.data.rows import Splits
@@ -120,7 +120,7 @@ def train(
     if check:
         typer.echo(json.dumps(tomllib.loads(to_toml(resolved))) if as_json else to_toml(resolved))
     elif nproc > 1:
-        flags = {"--fresh": fresh, "--json": as_json, "--quiet": not shown()}
+        flags = {"--fresh": fresh, "--json": as_json, "--quiet": not is_shown()}
         words = ["fivefold", "train", *(job or []), *(flag for flag, wanted in flags.items() if wanted)]
         if restarts is None:
             restarts = _ELASTIC_RESTARTS if elastic else 0
@@ -134,14 +134,14 @@ def train(
 
 def _check_and_open_data(job: "Job", ranks: int, world: "World") -> "Splits":
     """Check the job, its data and the storage of its checkpoints; returns the data."""
-    from fivefold.checkpoint.filesystem import reach
+    from fivefold.checkpoint.storage import check_storage_is_writable
     from fivefold.job.preflight import preflight
     from fivefold.support.progress import late_bar, quiet
 
     with late_bar("hashing") as progress:
         sources = preflight(job, ranks, quiet if world.rank else progress)
     if job.checkpoint.url and not world.rank:
-        reach(job.checkpoint.url)
+        check_storage_is_writable(job.checkpoint.url)
     return sources
 
 
@@ -157,7 +157,7 @@ def _name_node(world: "World") -> Iterator[None]:
 
 def _arrange(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
     """The job in the layout for so many ranks, and the world of the ranks that this layout uses."""
-    from fivefold.launch.world import PLANNED
+    from fivefold.launch.world import PLANNED_ENV
     from fivefold.trainer.elastic_layout import choose
 
     if not job.checkpoint.save:
@@ -165,7 +165,7 @@ def _arrange(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
     choice = choose(job, ranks, world.local_size if world.joined else ranks)
     if not world.joined:
         return choice.job, world
-    os.environ[PLANNED] = f"{choice.search_seconds:.3f}"
+    os.environ[PLANNED_ENV] = f"{choice.search_seconds:.3f}"
     if world.rank == 0:
         say(f"elastic: {choice}")
     return choice.job, replace(world, size=choice.job.layout.world)

@@ -8,7 +8,7 @@ from functools import cached_property
 from fivefold.clusters.machines import Machines
 from fivefold.clusters.quoting import quote_command
 from fivefold.cost.model_state import checkpoint_bytes
-from fivefold.job.config import Job, of_a_run
+from fivefold.job.config import Job, lies_in_run
 from fivefold.support.parsing import path_of
 from fivefold.support.text import bytes_text, si
 
@@ -31,7 +31,7 @@ class Deployment:
     def rank_command(self, command: str = "train") -> str:
         """The command line that each rank runs."""
         options = ["--elastic"] if self.min_nodes and command == "train" else []
-        if self.file and of_a_run(path_of(self.file)):
+        if self.file and lies_in_run(path_of(self.file)):
             options += [f"--plugin={name}" for name in self.job.plugins]
         return quote_command(["fivefold", command], self.file, self.changes, options)
 

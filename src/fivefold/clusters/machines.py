@@ -9,8 +9,8 @@ from fivefold.job.config import Job
 from fivefold.launch.local import sharing_problem
 from fivefold.layout.layout import Layout
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import RANKS, checked, within
-from fivefold.support.text import counted, divisors, either
+from fivefold.support.ranges import MAX_RANKS, check_range, within
+from fivefold.support.text import divisors, either, plural
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Machines:
         return self.nodes * self.per_node
 
     def __str__(self) -> str:
-        return f"{counted(self.nodes, 'node')} x {self.per_node} {'GPUs' if self.gpus else 'ranks'}"
+        return f"{plural(self.nodes, 'node')} x {self.per_node} {'GPUs' if self.gpus else 'ranks'}"
 
 
 def choose_machines(
@@ -40,9 +40,9 @@ def choose_machines(
     unless --per-node gives another.
     """
     for option, value in {"--nodes": nodes, "--per-node": per_node}.items():
-        checked(option, value, within(1, RANKS))
+        check_range(option, value, within(1, MAX_RANKS))
     if hosts and nodes and hosts != nodes:
-        apart = f"--nodes {nodes} and a file of {counted(hosts, 'host')} do not agree; leave --nodes out"
+        apart = f"--nodes {nodes} and a file of {plural(hosts, 'host')} do not agree; leave --nodes out"
         raise UserError(apart, "launch.nodes.hosts")
     world, text, nodes = job.layout.world, cluster or job.run.cluster, hosts or nodes
     of_cluster = _read_cluster(text, "--cluster" if cluster else "run.cluster", per_node) if text else None
@@ -144,7 +144,7 @@ def _mismatch_sentence(job: Job, wanted: Machines, hosts: int) -> str:
     fixes = []
     if world % per_node == 0:
         nodes = world // per_node
-        fixes.append(f"a file of {counted(nodes, 'host')}" if hosts else f"--nodes {nodes}")
+        fixes.append(f"a file of {plural(nodes, 'host')}" if hosts else f"--nodes {nodes}")
     elif not hosts and world <= per_node:
         fixes.append(f"--nodes 1 --per-node {world}")
     if wanted.world % without_dp == 0:

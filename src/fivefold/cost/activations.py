@@ -267,7 +267,7 @@ def saved_activations(
 
     Textbook case: a GPT block with dropout and fused softmax, without recompute, saves T E (34 + 5 H S / E) bytes for T
     tokens of sequences of S, hidden size E and H heads (arXiv 2205.05198, section 4.1). TP divides all but 10 T E of
-    it; SP divides that, too.
+    it; SP also divides that.
     """
     saved = SavedByBlock(
         spec=spec,

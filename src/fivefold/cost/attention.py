@@ -28,10 +28,10 @@ from fivefold.cost.collective_time import Topology, wire
 from fivefold.cost.kernels import ATTENTION_TILE, Device
 from fivefold.cost.software import FIVEFOLD, Attention
 from fivefold.layout.layout import ContextKind
-from fivefold.support.dtypes import BYTES, wide_bytes
+from fivefold.support.dtypes import DTYPE_BYTES, wide_bytes
 from fivefold.support.errors import UserError
-from fivefold.support.fieldwise import plus, scaled
 from fivefold.support.text import either
+from fivefold.support.tuple_arithmetic import plus, scaled
 
 # ---- splits ---------------------------------------------------------------------------------------------------------
 # How the tokens of a sequence are divided over cp ranks, and what each rank then computes. Exact, by counting.
@@ -46,10 +46,10 @@ from fivefold.support.text import either
 # everything and the lower triangle: anything else takes several calls, whose results are merged.
 
 
-Side = Literal["own", "earlier", "later"]  # whose keys a rank looks at: its own, or those of a rank before or after it
-SIDES: tuple[Side, ...] = ("own", "earlier", "later")
+Side = Literal["own", "earlier", "later"]  # whose keys a rank reads: its own, or an earlier or later rank's
+KEY_SIDES: tuple[Side, ...] = ("own", "earlier", "later")
 
-STRIPES = (1, 128, 1024)  # tokens of a piece
+STRIPE_TOKENS = (1, 128, 1024)  # tokens of a piece
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class SequenceSplit:
     @property
     def waste(self) -> float:
         """Scores that a ring's busiest rank computes, in whole tiles, over those that are seen."""
-        own, earlier, later = (sum(call.computed() for call in self.calls(side)) for side in SIDES)
+        own, earlier, later = (sum(call.computed() for call in self.calls(side)) for side in KEY_SIDES)
         return (own + (self.ranks - 1) * max(earlier, later)) / self.busiest
 
 
@@ -178,7 +178,7 @@ def striped(seq: int, ranks: int, piece: int) -> SequenceSplit:
 
 def splits(seq: int, ranks: int) -> list[SequenceSplit]:
     """Those to compare; a stripe is one if there are several rounds of it."""
-    fine = [striped(seq, ranks, k) for k in reversed(STRIPES) if seq % (ranks * k) == 0 and seq > ranks * k]
+    fine = [striped(seq, ranks, k) for k in reversed(STRIPE_TOKENS) if seq % (ranks * k) == 0 and seq > ranks * k]
     return [contiguous(seq, ranks), zigzag(seq, ranks), *fine]
 
 
@@ -188,7 +188,7 @@ def splits(seq: int, ranks: int) -> list[SequenceSplit]:
 # Bytes that a call's result costs per element before it is part of the whole: forward, to float32 and interpolated into
 # what was there; backward, the gradient of the queries, added up in float32.
 MERGE = (18.0, 10.0)
-KINDS: tuple[ContextKind, ...] = ("ring", "allgather", "ulysses")
+CONTEXT_KINDS: tuple[ContextKind, ...] = ("ring", "allgather", "ulysses")
 
 
 class Both(NamedTuple):
@@ -215,7 +215,7 @@ class KernelTime(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """One layer's attention over sequences of one length. The cp degree is that of `topology.layout`."""
+    """One layer's attention over sequences of one length, with the cp degree of `topology.layout`."""
 
     seq: int
     heads: int  # of one tp rank, and kv heads likewise
@@ -227,7 +227,7 @@ class LayerAttention:
     # Over parts of rows: it must return the log-sum-exp, by which partial results are merged.
     partial_kernel: Attention = FIVEFOLD.cp_attention or FIVEFOLD.attention
     samples: int = 1  # sequences, which travel and are computed together
-    activation_bytes: int = BYTES["bfloat16"]
+    activation_bytes: int = DTYPE_BYTES["bfloat16"]
     accum_bytes: int = wide_bytes("bfloat16")
     window: int = 0  # keys that a query sees, at most; 0: all before it. All keys travel nevertheless
 
@@ -272,7 +272,7 @@ class LayerAttention:
         """The same sequence over another number of ranks."""
         return replace(self, topology=replace(self.topology, layout=structs.replace(self.topology.layout, cp=ranks)))
 
-    def work(self, calls: Sequence[KernelCall], merged: bool = True, heads: int = 0) -> KernelTime:
+    def work(self, calls: Sequence[KernelCall], *, merged: bool = True, heads: int = 0) -> KernelTime:
         """Calls one after the other, of all heads or of some."""
         seconds, tile, heads = [KernelTime()], self.device.attention_tile, heads or self.heads
         kernel = self.partial_kernel if merged else self.full_kernel
@@ -322,7 +322,7 @@ def ring(layer: LayerAttention, split: SequenceSplit | None = None) -> Method:
     split = split or zigzag(layer.seq, layer.ranks)
     c, pair, pair_grads = layer.ranks, layer.pair * layer.activation_bytes, layer.pair * layer.accum_bytes
     queries = layer.size(layer.heads)
-    own, earlier, later = (layer.work(split.calls(side)) for side in SIDES)
+    own, earlier, later = (layer.work(split.calls(side)) for side in KEY_SIDES)
     slower = max(earlier, later, key=lambda work: work.both.total)
     # A window reaches back over so many pieces: of an early piece ranks before this one hold them, of a late one those
     # after it. In the other steps nothing is computed.
@@ -331,7 +331,7 @@ def ring(layer: LayerAttention, split: SequenceSplit | None = None) -> Method:
     forward, backward, ring_wait = 0.0, layer.send(pair_grads), 0.0
     for step in range(c):
         behind = (slower if step in busy else own if not step else KernelTime()).both
-        # While a rank works with some keys they travel on, and so does the gradient of those of the step before.
+        # While a rank works with some keys, they travel on, as does the gradient of the previous step's keys.
         pair_sent = pair * (step < c - 1)
         wait_forward = max(0.0, layer.send(pair_sent) - behind.forward)
         wait_backward = max(0.0, layer.send(pair_sent, pair_grads * (step > 0)) - behind.backward)
@@ -344,7 +344,7 @@ def ring(layer: LayerAttention, split: SequenceSplit | None = None) -> Method:
         layer.collectives("ring"),
         plus(own, scaled(slower, len(busy))),
         Both(forward, backward),
-        kept=_kept(layer, layer.kv_heads),
+        kept=_kept_bytes(layer, layer.kv_heads),
         buffers=2 * pair + 2 * pair_grads,  # at hand and arriving: keys and values, and their gradients
         # Gradients of keys as they are made, leave and arrive; that of the queries; what a kernel is given and writes.
         backward_buffers=3 * pair + 3 * pair_grads + queries * (2 * layer.activation_bytes + layer.accum_bytes),
@@ -368,7 +368,7 @@ def allgather(layer: LayerAttention, split: SequenceSplit | None = None) -> Meth
         sent,
         max(works, key=lambda work: work.both.total),
         moving,
-        kept=_kept(layer, layer.kv_heads),
+        kept=_kept_bytes(layer, layer.kv_heads),
         buffers=gathered + gathered_grads,  # all keys and values, and their gradients
         # All keys as they come and by position; their gradients, by position and twice on the way to ranks; the own.
         backward_buffers=(
@@ -402,14 +402,14 @@ def ulysses(layer: LayerAttention) -> Method:
         sent,
         layer.work(row, merged=False, heads=layer.heads // c),
         moving,
-        kept=_kept(layer, layer.lcm),
+        kept=_kept_bytes(layer, layer.lcm),
         buffers=2 * there,  # gradients of q, k and v before and after the trade
         backward_buffers=2 * there,
         moving=moving,
     )
 
 
-def _kept(layer: LayerAttention, kv_heads: int) -> int:
+def _kept_bytes(layer: LayerAttention, kv_heads: int) -> int:
     return (
         2 * layer.size(layer.heads + kv_heads) * layer.activation_bytes
         + layer.samples * layer.tokens * layer.heads * layer.accum_bytes

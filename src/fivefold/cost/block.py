@@ -14,13 +14,19 @@ from fivefold.cost.closed_forms import ZeroCost, exposed_seconds
 from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import Device, mean_head_dim, mla_concat_bytes, mla_up_projections
 from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share, dense_gemms
-from fivefold.cost.software import CAST, HIGH_PRECISION_BYTES, LOW_PRECISION_BYTES, MOVED, SoftwareProfile
+from fivefold.cost.software import (
+    CAST_BYTES,
+    ELEMENTWISE_BYTES,
+    HIGH_PRECISION_BYTES,
+    LOW_PRECISION_BYTES,
+    SoftwareProfile,
+)
 from fivefold.layout.layout import ContextKind, Layout
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, block, head
 from fivefold.spec.pattern import Layer
 from fivefold.support.dtypes import accum_bytes
-from fivefold.support.fieldwise import plus
+from fivefold.support.tuple_arithmetic import plus
 
 ROWWISE_FP8_SLOWDOWN = 2.0  # torch's matmul with a scale per row over cuBLAS's with one scale (2024)
 # Launched in one pass of a block by memory-bound operations, about.
@@ -46,7 +52,7 @@ class Seconds(NamedTuple):
         return sum(self)
 
 
-NOTHING = Seconds()
+NO_SECONDS = Seconds()
 
 
 class PassTimes(NamedTuple):
@@ -57,7 +63,7 @@ class PassTimes(NamedTuple):
     wgrad: Seconds  # gradients of the weights
 
 
-NO_PASSES = PassTimes(NOTHING, NOTHING, NOTHING)
+NO_PASSES = PassTimes(NO_SECONDS, NO_SECONDS, NO_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +126,9 @@ class BlockCost:
     @cached_property
     def gemms(self) -> list[tuple[int, int, int]]:
         """Rows, columns and inner dimension of a block's forward GEMMs, without those of experts."""
-        return dense_gemms(self.operations.matmuls, self.tokens, self.software.columns_apart, self.layout.sp_degree)
+        return dense_gemms(
+            self.operations.matmuls, self.tokens, apart=self.software.columns_apart, sp_degree=self.layout.sp_degree
+        )
 
     @cached_property
     def collectives(self) -> BlockCollectives:
@@ -290,11 +298,11 @@ class BlockCost:
         """Memory-bound kernels, forward and backward. The norms of q and k are not counted."""
         software, operations = self.software, self.operations
         norm_slowdown = software.achieved.norm if software.norm == "eager" else 1.0
-        norm = [norm_slowdown * bytes_ for bytes_ in getattr(MOVED[software.norm], self.spec.norm)]
-        bytes_per_feature = MOVED[software.pointwise]._asdict() | {"norm": norm}
+        norm = [norm_slowdown * bytes_ for bytes_ in getattr(ELEMENTWISE_BYTES[software.norm], self.spec.norm)]
+        bytes_per_feature = ELEMENTWISE_BYTES[software.pointwise]._asdict() | {"norm": norm}
         # Inputs of low-precision matmuls are cast in forward, and once more, transposed, for the weight gradients.
         read_once = [group[0] for group in operations.groups if group[0].dense]
-        cast = sum(matmul.inputs for matmul in read_once) * CAST.get(self.precision, 0.0)
+        cast = sum(matmul.inputs for matmul in read_once) * CAST_BYTES.get(self.precision, 0.0)
         cast += mla_concat_bytes(operations, software)
         kernels = EAGER_KERNELS if software.pointwise == "eager" else FUSED_KERNELS
 

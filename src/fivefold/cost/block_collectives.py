@@ -26,7 +26,7 @@ from fivefold.spec.operations import BlockOperations, TensorGroups, block, tenso
 from fivefold.spec.pattern import Layer
 
 When = Literal["forward", "backward", "once a step"]
-_COUNT = 8  # bytes of a number of tokens, or of an expert's number
+_COUNT_BYTES = 8  # bytes of a number of tokens, or of an expert's number
 
 
 _NO_ROWS = RoutedRows()
@@ -46,7 +46,7 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockCollectives(RoutedTokens):
-    """What one rank sends for one microbatch in one block. Axes of one rank are listed, too: folds leave them out.
+    """What one rank sends for one microbatch in one block. Axes of one rank are also listed; folds leave them out.
 
     Tensor parallelism is Megatron-LM's (arXiv 1909.08053, section 3; with sp 2205.05198, section 4.2), and carries
     BSE elements: the row-parallel linears (o, down) sum their outputs forward, the column-parallel groups (q, k, v;
@@ -246,7 +246,7 @@ class BlockCollectives(RoutedTokens):
         return Collective(when, what, "ep", kind, 1, payload)
 
     def _rows(self, when: When, what: str, going: int) -> Collective:
-        """An all-to-all of rows, of which `going` are this rank's; the payload is the larger side."""
+        """An all-to-all of rows; this rank sends `going` of them. The payload is the larger side."""
         row = self.spec.hidden * self.compute_bytes
         return self._ep(when, what, "all-to-all", max(self.rows) * row)._replace(sent=(going - self.rows.kept) * row)
 
@@ -262,10 +262,10 @@ class BlockCollectives(RoutedTokens):
         """What goes before any token, and is waited for."""
         experts = self.experts.count
         if self.balanced:  # how often the tokens of each sequence chose each expert
-            loads = self.balanced * experts * _COUNT
+            loads = self.balanced * experts * _COUNT_BYTES
             yield Collective("forward", "loads of experts, for their balance", "cp_tp", "all-reduce", 1, loads)
         if self.layout.dispatch == "alltoall":
-            yield self._ep("forward", "how many tokens go to each expert", "all-to-all", experts * _COUNT)
+            yield self._ep("forward", "how many tokens go to each expert", "all-to-all", experts * _COUNT_BYTES)
 
     def dispatch(self) -> Iterator[Collective]:
         yield from self.counts()
@@ -278,7 +278,7 @@ class BlockCollectives(RoutedTokens):
         tokens, choices = self._gathered
         yield self._ep("forward", "all ranks' tokens", "all-gather", tokens * self.compute_bytes)
         yield self._ep("forward", "their weights", "all-gather", choices * self.accum_bytes)
-        yield self._ep("forward", "their choices", "all-gather", choices * _COUNT)
+        yield self._ep("forward", "their choices", "all-gather", choices * _COUNT_BYTES)
 
     def combine(self) -> Iterator[Collective]:
         if self.layout.dispatch == "alltoall":

@@ -1,7 +1,7 @@
 """Closed forms of what a step takes besides its passes: ZeRO's collectives, the optimizer, a pipeline's fill.
 
 Each is written once, for the numbers of one layout (step.py, block.py) and for arrays with one element per layout, by
-which the search prunes (planner/closed.py).
+which the search prunes (planner/closed_forms.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,7 +37,7 @@ def maximum(first: Number, second: Number) -> Number:
 
 
 def exposed_seconds(seconds: Number, behind: Number, overlap_fraction: float) -> Number:
-    """Exposed seconds of a collective, of which `overlap_fraction` can hide behind `behind` seconds of compute."""
+    """Exposed seconds of a collective if `overlap_fraction` of it can hide behind `behind` seconds of compute."""
     return seconds - overlap_fraction * minimum(seconds, behind)
 
 
@@ -175,7 +175,7 @@ class PipelineForm(NamedTuple):
 
     def seconds(self, slowest: Number, total: Number, send: Number, overlap_fraction: float) -> Number:
         """Approximate makespan. A microbatch takes `slowest` seconds of the busiest rank and `total` of all ranks; a
-        message takes `send`, of which `overlap_fraction` hides behind compute.
+        message takes `send`, and `overlap_fraction` of it hides behind compute.
 
         The busiest rank computes all m microbatches. It idles while the first of them comes to it and the last leaves
         it, each through one chunk of every other rank: (total - slowest) / chunks, of which the schedule leaves `fill`.

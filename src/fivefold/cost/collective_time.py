@@ -20,7 +20,7 @@ from msgspec import structs
 
 from fivefold.cost.kernels import Device
 from fivefold.hardware.accelerators import LINKS, Link
-from fivefold.layout.axes import PLACED, shown_order
+from fivefold.layout.axes import PLACEMENT_ORDER, shown_order
 from fivefold.layout.layout import Layout
 
 # ---- collective cost ------------------------------------------------------------------------------------------------
@@ -76,8 +76,10 @@ def times(row: Traffic, steps: int) -> Traffic:
 # ---- links ----------------------------------------------------------------------------------------------------------
 
 
-TREE = 0.85  # of a ring's bandwidth
-START = 8.4e-6  # seconds before a collective's first byte: `baseLat` of ring/Simple in NCCL's tuning model (tuning.cc)
+TREE_BANDWIDTH = 0.85  # of a ring's bandwidth
+COLLECTIVE_START = (
+    8.4e-6  # seconds before a collective's first byte: `baseLat` of ring/Simple in NCCL's tuning model (tuning.cc)
+)
 
 
 class Reach(NamedTuple):
@@ -96,8 +98,8 @@ class Topology:
     device: Device
     gpus: int  # of a node
     layout: Layout
-    order: tuple[str, ...] = PLACED
-    start: float = START
+    order: tuple[str, ...] = PLACEMENT_ORDER
+    start: float = COLLECTIVE_START
 
     @cached_property
     def reaches(self) -> dict[str, Reach]:
@@ -143,7 +145,7 @@ class Topology:
         if kind != "all-reduce":  # gathers and scatters have no tree: every rank's part is another
             return calls * ring
         steps = start + rounds * (math.log2(max(2, reach.nodes)) * outer * (reach.nodes > 1) + reach.together * inner)
-        return calls * min(ring, steps + carried / TREE)
+        return calls * min(ring, steps + carried / TREE_BANDWIDTH)
 
     def _trade(self, reach: Reach, payload: float) -> float:
         """All-to-all: what is for other nodes differs from rank to rank, and each rank's leaves by its own port."""
@@ -170,7 +172,7 @@ def _reaches(
 ) -> dict[str, Reach]:
     named: dict[str, Any] = dict(degrees)
     layout, reaches, stride = kind(**named, replicate=more[0], ep=more[1]), dict[str, Reach](), 1
-    for axis in dict.fromkeys((*order, *PLACED)):  # what an order does not name is furthest apart
+    for axis in dict.fromkeys((*order, *PLACEMENT_ORDER)):  # what an order does not name is furthest apart
         size = getattr(layout, axis)
         reaches[axis] = Reach(size, _together(size, stride, gpus))
         stride *= size
@@ -188,26 +190,26 @@ def _reaches(
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------
-# Links under the protocol of small messages, which is what a decode step sends.
+# Links under NCCL's protocol for small messages, as a decode step sends them.
 
 
 # NCCL's LL protocol has these latencies a hop where Simple, which the catalogue has for training, has
 # the ones on the left (src/graph/tuning.cc, `hwLat`); it sends a flag with every word, hence half the bandwidth. Within
 # a node servers have kernels of their own that cost about a launch beside the hops (vLLM's and SGLang's one-shot and
 # two-shot all-reduces: 4-10 us for KBs, 20-45 us for 2 MB, on 2-8 H100s); between nodes NCCL adds its base latency.
-FAST = {LINKS["NVLink4"].latency: 0.6e-6, LINKS["PCIe5"].latency: 1.0e-6, LINKS["InfiniBand-NDR"].latency: 2.7e-6}
-FLAGGED = 0.5
+LL_LATENCY = {LINKS["NVLink4"].latency: 0.6e-6, LINKS["PCIe5"].latency: 1.0e-6, LINKS["InfiniBand-NDR"].latency: 2.7e-6}
+LL_BANDWIDTH = 0.5
 NCCL_BASE = 6.8e-6
 
 
-def flagged(topology: Topology) -> Topology:
+def with_small_message_links(topology: Topology) -> Topology:
     own = topology.device.accelerator
-    links = structs.replace(own, inside=_flagged(own.inside), across=_flagged(own.across))
+    links = structs.replace(own, inside=_small_message_link(own.inside), across=_small_message_link(own.across))
     return replace(topology, device=Device(links, topology.device.achieved))
 
 
-def _flagged(link: Link) -> Link:
-    """A link of the catalogue for small messages; measured latencies are what they are."""
-    if link.latency not in FAST:
+def _small_message_link(link: Link) -> Link:
+    """A link of the catalogue, for small messages; links with measured latencies are left as they are."""
+    if link.latency not in LL_LATENCY:
         return link
-    return structs.replace(link, latency=FAST[link.latency], bandwidth=FLAGGED * link.bandwidth)
+    return structs.replace(link, latency=LL_LATENCY[link.latency], bandwidth=LL_BANDWIDTH * link.bandwidth)

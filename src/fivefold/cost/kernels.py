@@ -28,7 +28,7 @@ class GemmTile(NamedTuple):
     efficiency: float  # relative to the best tile's rate: smaller tiles read more per FLOP
 
 
-TILES = (
+GEMM_TILES = (
     GemmTile(256, 128, 1.0),
     GemmTile(128, 256, 1.0),
     GemmTile(128, 128, 0.92),
@@ -132,7 +132,7 @@ class Device:
 def _padded_flops(m: int, n: int, k: int, batch: int, units: int, ramp: float) -> float:
     """FLOPs that the device has the time for while the GEMM runs, idle multiprocessors counted in."""
     best = math.inf
-    for tile in TILES:
+    for tile in GEMM_TILES:
         tiles = math.ceil(m / tile.rows) * math.ceil(n / tile.columns) * batch
         flops_per_k = 2.0 * tile.rows * tile.columns / tile.efficiency
         for parts in SPLIT_K:
@@ -168,5 +168,5 @@ def mla_up_projections(operations: BlockOperations, tokens: int) -> list[tuple[i
 
 
 def mean_head_dim(software: SoftwareProfile, scores: Scores) -> float:
-    """The mean of the head dims of q k^T and of the product with v, each of which is half of attention's FLOPs."""
+    """The mean of the head dims of q k^T and of the product with v; each is half of attention's FLOPs."""
     return scores.head_dim if software.pads_values else (scores.head_dim + scores.v_dim) / 2

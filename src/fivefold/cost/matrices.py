@@ -18,14 +18,14 @@ from fivefold.layout.matrix_owners import Round, elements, matrix_owners
 from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.base import OptimizerConfig, matrix_memory
 from fivefold.spec.model import ModelSpec
-from fivefold.support.dtypes import BYTES, wide_bytes
+from fivefold.support.dtypes import DTYPE_BYTES, wide_bytes
 
 
 class Exchanged(NamedTuple):
     """Bytes of a collective over the stage's ranks."""
 
     kind: Literal["all-to-all", "all-gather"]
-    payload: int  # what a rank keeps for itself is in that of an all-gather alone
+    payload: int  # includes what a rank keeps for itself only for an all-gather
     sent: int
 
 
@@ -40,7 +40,7 @@ class MatrixCost:
     def of(
         cls, spec: ModelSpec, layout: Layout, seq: int, dtype: str, config: OptimizerConfig, at: RankCoords
     ) -> "MatrixCost":
-        """Of the rank at these coordinates, of which `pp` and `stage` are asked."""
+        """The cost on the rank at these coordinates; only `pp` and `stage` matter."""
         if config.unit == "element":
             return NO_MATRICES
         return _cost(spec, layout, seq, dtype, config, RankCoords(pp=at.pp, stage=at.stage))
@@ -51,7 +51,7 @@ NO_MATRICES = MatrixCost()
 
 @lru_cache(maxsize=256)
 def _cost(spec: ModelSpec, layout: Layout, seq: int, dtype: str, config: OptimizerConfig, at: RankCoords) -> MatrixCost:
-    owners, each, wide = matrix_owners(spec, layout, seq, config, at.pp), BYTES[dtype], wide_bytes(dtype)
+    owners, each, wide = matrix_owners(spec, layout, seq, config, at.pp), DTYPE_BYTES[dtype], wide_bytes(dtype)
     rounds = [*owners.rounds(at.stage)]
     calls = [call for round_ in rounds for call in _calls(round_, each)]
     peak = max((_peak(round_, config, each, wide) for round_ in rounds), default=0)

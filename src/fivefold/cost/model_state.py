@@ -31,7 +31,7 @@ from fivefold.layout.stages import stages_of
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig, states_of
 from fivefold.spec.model import ModelSpec
-from fivefold.support.dtypes import BYTES, dtype_of_bytes, wide_bytes
+from fivefold.support.dtypes import DTYPE_BYTES, dtype_of_bytes, wide_bytes
 from fivefold.support.text import bytes_text, si
 
 ADAMW = AdamW()
@@ -63,7 +63,7 @@ class Accounting:
     def of(cls, dtype: str, states: int = len(AdamW.states)) -> "Accounting":
         """This code's: gradients are added up, and masters and states kept, in float32 at least. `states`: how many
         the optimizer has of a parameter."""
-        compute, full = BYTES[dtype], wide_bytes(dtype)
+        compute, full = DTYPE_BYTES[dtype], wide_bytes(dtype)
         return cls(compute, full, full if compute < full else 0, full * states)
 
     @property
@@ -92,13 +92,13 @@ class Accounting:
 
 # The ZeRO paper's (arXiv 1910.02054, table 1): gradients in two bytes. 7.5 billion parameters on 64 GPUs: 120, 31.4,
 # 16.6 and 1.88 GB with stages 0 to 3.
-PAPER = Accounting(weight=2, gradient=2, master=4, states=8, sharded_masters=False)
-OURS = Accounting.of("bfloat16")  # this code's, with AdamW: gradients are added up in float32
+PAPER_ACCOUNTING = Accounting(weight=2, gradient=2, master=4, states=8, sharded_masters=False)
+FIVEFOLD_ACCOUNTING = Accounting.of("bfloat16")  # this code's, with AdamW: gradients are added up in float32
 
 
 def paper(parameters: float, zero: int, ranks: int) -> State:
     """What the ZeRO paper counts for a model of so many parameters, without tp and pp."""
-    return PAPER.state(parameters, parameters / ranks, zero, ranks)
+    return PAPER_ACCOUNTING.state(parameters, parameters / ranks, zero, ranks)
 
 
 def state(spec: ModelSpec, layout: Layout, dtype: str, optimizer: OptimizerConfig = ADAMW) -> State:
@@ -124,7 +124,7 @@ def state_of(
     gradients of a single microbatch that no other rank or stage has a part in stay in the dtype they come in, as they
     do on a GPU.
     """
-    mixed, wide = BYTES[dtype] < wide_bytes(dtype), dtype_of_bytes(wide_bytes(dtype))
+    mixed, wide = DTYPE_BYTES[dtype] < wide_bytes(dtype), dtype_of_bytes(wide_bytes(dtype))
     stages = stages_of(spec, layout, seq or spec.context)
     own_stages = [stages[number] for number in layout.placement.of_rank[at.pp]]
     # An embedding that first and last stage share on one rank counts once.

@@ -19,7 +19,7 @@ from fivefold.cost.block_collectives import BlockCollectives, Collective
 from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import Device
 from fivefold.cost.routing import ExpertLoad, RoutedRows
-from fivefold.cost.software import CAST, MOVED, ExpertKernels, SoftwareProfile
+from fivefold.cost.software import CAST_BYTES, ELEMENTWISE_BYTES, ExpertKernels, SoftwareProfile
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage
 from fivefold.schedules.costs import Segment, Segments
@@ -90,7 +90,7 @@ def expert_matmuls(spec: ModelSpec, layer: Layer) -> list[Matmul]:
     return [matmul for matmul in moe_matmuls(spec, layer) if matmul.experts]
 
 
-def collapsed(experts: Experts, ep: int) -> float:
+def collapsed_imbalance(experts: Experts, ep: int) -> float:
     """The most loaded rank over the mean while all tokens choose the same experts, as untrained routers do.
 
     The top_k that all choose lie anywhere: the expected number on the rank that has most of them, by rank over ep.
@@ -168,7 +168,7 @@ class MoEBlock(ExpertLoad):
     @property
     def _router_precision(self) -> str:
         """Never 8 bits."""
-        return "bf16" if self.precision in CAST else self.precision
+        return "bf16" if self.precision in CAST_BYTES else self.precision
 
     def _grouped_gemm(self, m: int, n: int, k: int, groups: int) -> float:
         if not self.kernels.grouped:
@@ -181,12 +181,12 @@ class MoEBlock(ExpertLoad):
         """Seconds of what is bound by memory, forward and backward: choosing, rearranging, casting, adding up; and of
         the experts' activation what the most loaded rank has beyond the mean."""
         kernels, software = self.kernels, self.software
-        moved = MOVED[software.pointwise]
+        moved = ELEMENTWISE_BYTES[software.pointwise]
         inner, gated = self.products[-1][1], self.spec.activation.startswith("swiglu")
         more = self.rows - self.slots
         # Inputs in forward and gradients in backward are each written as they lie and transposed: one write more than
         # dense matmuls have.
-        cast_bytes = 0.0 if kernels.fused_casts else CAST.get(self.precision, -1.0) + 1
+        cast_bytes = 0.0 if kernels.fused_casts else CAST_BYTES.get(self.precision, -1.0) + 1
         cast = tuple(cast_bytes * self.rows * sum(shape[side] for shape in self.products) for side in (1, 0))
         choice = kernels.scores / 2 * self.routed * self.experts.count
 
@@ -277,7 +277,7 @@ class MoEBlock(ExpertLoad):
         return open_ * (1 - (1 - 1 / open_) ** experts.top_k)
 
 
-def dense_gemms(matmuls: Sequence[Matmul], tokens: int, apart: bool, sp_degree: int) -> list[tuple[int, int, int]]:
+def dense_gemms(matmuls: Sequence[Matmul], tokens: int, *, apart: bool, sp_degree: int) -> list[tuple[int, int, int]]:
     """Rows, columns and inner dimension of the forward GEMMs that belong to no expert and no router. Of those that all
     tp ranks compute alike, each has its part of the tokens under sp."""
     gemms: list[tuple[str, int, int, int]] = []
@@ -343,11 +343,11 @@ class Travel:
         if not matmuls:
             return Shared()
         forward = dgrad = wgrad = 0.0
-        for m, n, k in dense_gemms(matmuls, of.tokens, of.software.columns_apart, sp_degree=1):
+        for m, n, k in dense_gemms(matmuls, of.tokens, apart=of.software.columns_apart, sp_degree=1):
             forward += of.device.gemm(m, n, k, of.precision)
             dgrad += of.device.gemm(m, k, n, of.precision)
             wgrad += of.device.gemm(n, k, m, of.precision)
-        moved = MOVED[of.software.pointwise]
+        moved = ELEMENTWISE_BYTES[of.software.pointwise]
         bytes_per_element = moved.swiglu if of.spec.activation.startswith("swiglu") else moved.gelu
         elements = of.activation_bytes / 2 * of.tokens * matmuls[-1].inputs
         activation, activation_backward = (of.device.stream(bytes_ * elements) for bytes_ in bytes_per_element)
@@ -383,13 +383,20 @@ class Travel:
 # sequences of 16,384, 335 and 277 at 32,768, 368 and 320 at 65,536, 389 and 357 at 131,072 (Megatron-MoE-ModelZoo,
 # best_practice/qwen3/readme.md). Under this planner's costs these are ranks with 1.50 to 1.75 times the mean.
 IMBALANCE = 1.6
-HERE = 16  # experts of a rank in these runs
-SOURCE = f"by four published pairs of even and real routing with {HERE} experts a rank (ep=8)"
+MEASURED_EXPERTS_PER_RANK = 16  # in these runs
+IMBALANCE_SOURCE = (
+    f"by four published pairs of even and real routing with {MEASURED_EXPERTS_PER_RANK} experts a rank (ep=8)"
+)
 
 
-def more_even(spec: ModelSpec, ep: int, imbalance: float) -> str:
-    """Where the default is of ranks with fewer experts: that it is likely too much. By how much nobody published."""
-    if spec.experts is None or imbalance != IMBALANCE or ep == 1 or (each := spec.experts.count // ep) <= HERE:
+def imbalance_caveat(spec: ModelSpec, ep: int, imbalance: float) -> str:
+    """A caveat if ranks have more experts than the default was measured with: it is likely too high."""
+    if (
+        spec.experts is None
+        or imbalance != IMBALANCE
+        or ep == 1
+        or (each := spec.experts.count // ep) <= MEASURED_EXPERTS_PER_RANK
+    ):
         return ""
     return f"with {each} a rank, as here, it is likely less, as more loads even out more"
 
@@ -407,7 +414,7 @@ def imbalance_for(spec: ModelSpec, given: float | None = None) -> float:
     if not 1 <= given <= spec.experts.count:
         raise UserError(
             f"imbalance={given:g} must be what the fullest rank gets over the mean, 1 to {spec.experts.count}; the "
-            f"default is {IMBALANCE}, {SOURCE}",
+            f"default is {IMBALANCE}, {IMBALANCE_SOURCE}",
             "imbalance.range",
         )
     return given

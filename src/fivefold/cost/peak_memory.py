@@ -40,7 +40,7 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import head
 from fivefold.spec.pattern import Layer
 from fivefold.support.dtypes import accum_bytes
-from fivefold.support.fieldwise import plus, scaled
+from fivefold.support.tuple_arithmetic import plus, scaled
 
 # ---- block memory ---------------------------------------------------------------------------------------------------
 # Bytes of one kind of block on one rank: what a microbatch saves in it, and the moments of its backward pass.
@@ -271,7 +271,7 @@ def fsdp_buffers(workload: Workload, block: BlockMemory, moment: BackwardMoment)
     compute_bytes, gradient_bytes = software.weight_bytes, software.gradient_bytes
     if layout.zero == 2:
         reducing = grads_being_reduced(workload, block.params, moment)
-        # The experts' gradients are reduced by the time that those of the rest of the block are.
+        # The experts' gradients are reduced by the time the rest of the block's are.
         dense = grads_being_reduced(workload, block.params, BackwardMoment(0.0, dense_grads_allocated=True))
         return max(reducing, reducing + dense - block.saved.total)
     # Where only experts have copies, FSDP2 shards all parameters of a block nevertheless, each over its own ranks.

@@ -11,7 +11,7 @@ from msgspec import Struct, structs
 
 from fivefold.cost.model_state import Accounting
 from fivefold.hardware.accelerators import Software, software
-from fivefold.layout.axes import PLACED
+from fivefold.layout.axes import PLACEMENT_ORDER
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig, states_of
 from fivefold.schedules.registry import RECORDS
@@ -22,7 +22,7 @@ from fivefold.spec.operations import Parameter
 
 
 class ExpertKernels(Struct, frozen=True, kw_only=True):
-    """Bytes are those of 2-byte activations; a slot is one visit of a token to an expert."""
+    """Bytes with 2-byte activations; a slot is one visit of a token to an expert."""
 
     grouped: bool = True  # one kernel for all experts of a rank; else one after the other
     rearranged: tuple[float, float] = (4.0, 4.0)  # bytes per slot and feature of one rearranging, forward and backward
@@ -73,7 +73,7 @@ Selective = Literal["pointwise", "attention", "half"]
 LOW_PRECISION_BYTES = {"fp8": 1.0, "fp4": 0.5}
 # Bytes that casting an element of a matmul's input moves. fp8: read 2, write 1. fp4: read for the tensor's largest,
 # read and rotated (the random Hadamard transform, arXiv 2509.25149) and written, and again transposed.
-CAST = {"fp8": 3.0, "fp4": 7.0}
+CAST_BYTES = {"fp8": 3.0, "fp4": 7.0}
 HIGH_PRECISION_BYTES = {"fp32": 4, "tf32": 4, "fp64": 8}  # of an element of weights and activations, where not 2
 
 
@@ -99,13 +99,13 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
     norm: Pointwise = "fused"
     overlap: Overlap = Overlap()
     achieved: Software = software()
-    order: tuple[str, ...] = PLACED  # of the degrees, the fastest first
+    order: tuple[str, ...] = PLACEMENT_ORDER  # of the degrees, the fastest first
     host: float = 1.0  # the host's time for one block's forward pass, relative to `Software.host`
     computes_itself: bool = False  # the host does, as on CPUs: its time is not behind the device's, but added
     host_step: float = 0.0  # seconds of a step that neither compute nor collectives explain
     weight_bytes: int = 2  # of a weight in compute; ZeRO 3 gathers so many
     gradient_bytes: int = 4  # of a gradient when it is added up and reduced
-    accumulate_bytes: float = 0.0  # that a kernel of its own moves per weight to add up its gradient; 0: the GEMM adds
+    accumulate_bytes: float = 0.0  # that a separate kernel moves per weight to add up its gradient; 0: the GEMM adds
     lazy_gradients: bool = False  # they take memory from the first backward pass on
     step_bytes: float = 12.0  # that a step moves per parameter besides state and gradient: norm, zeroing, new weight
     states: float = len(AdamW.states)  # of the optimizer, per parameter
@@ -202,7 +202,7 @@ class Moved(NamedTuple):
 
 # Fused: read the inputs, write the outputs. Eager: what the usual PyTorch expressions read and write, an RMSNorm in
 # float32 (to float, square, mean, scale, to bf16, weight), a rotation as two halves with a concatenation.
-MOVED: dict[Pointwise, Moved] = {
+ELEMENTWISE_BYTES: dict[Pointwise, Moved] = {
     "fused": Moved((4, 8), (4, 8), (6, 4), (1, 3), (6, 10), (4, 6), (4, 4)),
     "eager": Moved((36, 60), (6, 10), (6, 6), (5, 5), (10, 18), (8, 14), (20, 24)),
     # This code's blocks, compiled, by a profile of Llama 3 8B's on an H200, as bytes at the pace of plain streams: the

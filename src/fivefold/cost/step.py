@@ -26,7 +26,7 @@ from fivefold.layout.sharding import chunk
 from fivefold.layout.stages import Stage, activation_weight, schedule_of, stages_of
 from fivefold.schedules.actions import BACKWARD
 from fivefold.schedules.clock import Lane
-from fivefold.schedules.costs import Costs, MessageLink, Segment, Segments, alone
+from fivefold.schedules.costs import Costs, MessageLink, Segment, Segments, seconds_alone
 from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.registry import build
 from fivefold.schedules.schedule import Schedule
@@ -34,7 +34,7 @@ from fivefold.schedules.simulate import Simulation, simulate
 from fivefold.spec.model import AttentionFlopCounting, ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block
 from fivefold.support.dtypes import dtype_of_bytes
-from fivefold.support.fieldwise import plus, scaled
+from fivefold.support.tuple_arithmetic import plus, scaled
 
 # ---- halves ---------------------------------------------------------------------------------------------------------
 # A stage's passes as the halves of joined pairs, and how much of the experts' messages compute hides in a step.
@@ -353,7 +353,7 @@ def costs(workload: Workload, passes: list[PassTimes]) -> Costs:
     shares = _activation_shares(workload)
     halves = _halves(workload, exposed_send) if pairs_overlap(workload) else ()
     if halves:
-        b = tuple(alone(backward) for _, backward in halves)
+        b = tuple(seconds_alone(backward) for _, backward in halves)
     link = MessageLink(latency=workload.software.hides("pp") * send)
     return Costs(f=f, i=i, w=w, b=b, activation=shares, segments=halves, link=link)
 

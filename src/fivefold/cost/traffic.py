@@ -2,9 +2,9 @@
 
     expected_traffic(spec, layout, seq=4096, batch=512, dtype="bfloat16")     # rows: axis, kind, calls, payload, wire
     expected_traffic(..., coords=RankCoords.of(layout, rank=5))               # of another rank than rank 0
-    layer_collectives(spec, layout, seq=4096, batch=512, dtype="bfloat16", layer=17)     # those of one layer, in order
+    layer_collectives(spec, layout, seq=4096, batch=512, dtype="bfloat16", layer=17)     # of one layer, in order
 
-The blocks' part is that of `cost/block_collectives.py`, once for each microbatch and layer. Here is the rest of a step:
+The blocks' part comes from `cost/block_collectives.py`, once for each microbatch and layer. Here is the rest of a step:
 embedding and head, pipeline messages, gradients and weights, and a few scalars.
 
 Textbook cases: dp, one all-reduce of the weights' M bytes, 2M(N-1)/N on the wire; ZeRO 3 with one microbatch,
@@ -23,7 +23,7 @@ from fivefold.cost.collective_time import Kind, Traffic, total, wire
 from fivefold.cost.matrices import MatrixCost
 from fivefold.cost.model_state import ADAMW
 from fivefold.cost.routing import Rows, even_rows
-from fivefold.layout.buckets import MIN_BUCKET_ELEMENTS, BucketParams, buckets
+from fivefold.layout.bucket_plan import MIN_BUCKET_ELEMENTS, BucketParams, buckets
 from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RANK0, RankCoords
 from fivefold.layout.sharding import LocalParam, local_params
@@ -31,17 +31,17 @@ from fivefold.layout.stages import Stage, schedule_of, stages_of
 from fivefold.optim.base import OptimizerConfig
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import Layer
-from fivefold.support.dtypes import BYTES, wide_bytes
+from fivefold.support.dtypes import DTYPE_BYTES, wide_bytes
 
 
 class _CollectiveRow(NamedTuple):
-    """`calls` collectives of one kind over one axis. Axes of one rank are listed, too, and left out at the end."""
+    """`calls` collectives of one kind over one axis. Axes of one rank are also listed, and left out at the end."""
 
     axis: str
     kind: Kind
     calls: int
     payload: int  # bytes of one call
-    sent: int | None = None  # of which to other ranks, where these get unlike shares
+    sent: int | None = None  # bytes of the payload to other ranks, if they get unequal shares
     per_microbatch: bool = False  # of gradients and weights: every microbatch has its share of the calls
 
 
@@ -85,7 +85,7 @@ class _Inputs:
             stages=tuple(stages[stage] for stage in layout.placement.of_rank[coords.pp]),
             splits_backward=splits_backward,
             tokens=batch // layout.size("batch") // layout.microbatches * (seq // layout.cp),
-            compute_bytes=BYTES[dtype],
+            compute_bytes=DTYPE_BYTES[dtype],
             accum_bytes=wide_bytes(dtype),
             min_bucket_elements=min_bucket_elements,
         )
@@ -418,7 +418,7 @@ class _LayerCollectives(NamedTuple):
                 yield Collective("once a step", what, row.axis, row.kind, row.calls, row.payload)
 
     def _reduced(self, when: When, rows: Iterable[_CollectiveRow]) -> Iterator[Collective]:
-        """Adjacent rows over the same axis, of the same kind and payload, are one: those of tp are one a parameter."""
+        """Merges adjacent rows of the same axis, kind and payload: tp has one per parameter."""
         called = (row for row in rows if row.calls)
         for (axis, kind), group in groupby(called, key=lambda row: (row.axis, row.kind)):
             payloads = [row.payload for row in group]

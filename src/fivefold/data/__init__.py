@@ -18,5 +18,5 @@ from fivefold.data.base import DataSource, UnknownSource
 from fivefold.data.shards import TokenShards
 from fivefold.support.plugins import Sections
 
-TABLE: dict[str, type[DataSource]] = {"tokens": TokenShards}
-SOURCES = Sections("data.source", DataSource, TABLE, UnknownSource)
+SOURCE_BY_NAME: dict[str, type[DataSource]] = {"tokens": TokenShards}
+SOURCES = Sections("data.source", DataSource, SOURCE_BY_NAME, UnknownSource)

@@ -16,10 +16,10 @@ import msgspec
 
 from fivefold.data.index import read_index
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.plugin_calls import ask, each, instance, shown
+from fivefold.support.plugin_calls import ask, each, instance, value_text
 from fivefold.support.plugin_settings import class_shortcomings
-from fivefold.support.plugins import untrusted
-from fivefold.support.ranges import TOKENS, within
+from fivefold.support.plugins import untrusted_problem
+from fivefold.support.ranges import MAX_TOKENS, within
 
 if TYPE_CHECKING:
     from fivefold.data.rows import Splits
@@ -35,7 +35,7 @@ class DataSource(
 ):
     """The settings that all sources have. One whose name ends in `path` is a place of the file system."""
 
-    seq: Annotated[int, within(1, TOKENS)] = 128  # tokens of a sample
+    seq: Annotated[int, within(1, MAX_TOKENS)] = 128  # tokens of a sample
     seed: int = 0  # of the data order
     document_mask: bool = False  # attention stays within a document
 
@@ -87,25 +87,25 @@ class DataSource(
             return None  # opening the data says it
 
 
-PATHS = each("paths (pathlib.Path), in a tuple", lambda one: "" if isinstance(one, Path) else shown(one))
-VOCAB = instance("a number of ids or None", int, type(None))
+WANTED_PATHS = each("paths (pathlib.Path), in a tuple", lambda one: "" if isinstance(one, Path) else value_text(one))
+WANTED_VOCAB = instance("a number of ids or None", int, type(None))
 
 
 def prepared_by(source: DataSource) -> tuple[Path, ...]:
     """The directories of prepared tokens that a source reads."""
-    return tuple(ask(source, "prepared", wanted=PATHS))
+    return tuple(ask(source, "prepared", wanted=WANTED_PATHS))
 
 
 def vocab_of(source: DataSource) -> int | None:
     """The number of a source's ids, where it can be told without a token being read."""
-    return cast(int | None, ask(source, "vocab", wanted=VOCAB))
+    return cast(int | None, ask(source, "vocab", wanted=WANTED_VOCAB))
 
 
 class UnknownSource(DataSource, frozen=True, kw_only=True):
     """One that a stored job names, and whose module nobody has imported here: its settings, and no tokens."""
 
     def problems(self) -> Iterator[Problem]:
-        yield untrusted("data.source", self.source)
+        yield untrusted_problem("data.source", self.source)
 
     def open(self) -> "Splits":
         raise UserError([*self.problems()])

@@ -73,7 +73,7 @@ def read_batch(
     size = (len(read), seq + 1)
     tokens = np.concatenate([window.tokens for window in read]).reshape(size) if read else np.empty(size, np.int64)
     loss = np.concatenate([window.loss for window in read]).reshape(size) if read else np.empty(size, bool)
-    documents = np.stack([_counted(window.documents[:-1]) for window in read]) if read else np.empty((0, seq))
+    documents = np.stack([_number_documents(window.documents[:-1]) for window in read]) if read else np.empty((0, seq))
     return Batch(
         samples=wanted,
         tokens=tokens[:, :-1].astype(np.int64, copy=False),
@@ -88,7 +88,7 @@ def read_share(
 ) -> DpShare:
     """Share `number` of `parts` of a global batch. Of the others' samples only masks are read, and only to count.
 
-    The others' tokens count as read, too: the ranks of a node check each other's files (`data/integrity.py`).
+    The others' tokens also count as read: the ranks of a node check each other's files (`data/integrity.py`).
     """
     wanted = np.asarray(samples, np.int64)
     shares = np.split(wanted, parts)
@@ -106,6 +106,6 @@ def _starts(row: TokenRow, seq: int, seed: int, samples: NDArray[np.int64]) -> l
     return starts
 
 
-def _counted(documents: NDArray[np.int64]) -> NDArray[np.int64]:
+def _number_documents(documents: NDArray[np.int64]) -> NDArray[np.int64]:
     """The same documents, numbered from 0."""
     return np.cumsum(np.diff(documents, prepend=documents[:1]) != 0)

@@ -22,11 +22,11 @@ from fivefold.data.tokens import TokenStore
 from fivefold.support.errors import UserError
 from fivefold.support.progress import Report, quiet
 
-VALID = 0.05  # some 30 of 600 files: enough to tell learning from memorising
+VALID_SHARE = 0.05  # some 30 of 600 files: enough to tell learning from memorising
 
 # Installed packages differ from machine to machine; tests and IDLE are long lists and tables rather than prose.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "__pycache__"}
-_BUILD = "_sysconfigdata"  # how this very Python was compiled, with the paths of whoever did it
+_BUILD_FILE = "_sysconfigdata"  # how this very Python was compiled, with the paths of whoever did it
 
 
 def stdlib_corpus(cache: Path | None = None, progress: Report = quiet) -> Path:
@@ -49,7 +49,7 @@ def stdlib_corpus(cache: Path | None = None, progress: Report = quiet) -> Path:
         if out.exists() and not is_prepared(out):
             shutil.rmtree(out)  # ours by its name, and of no use
         try:
-            prepare(files, out, valid=VALID, overwrite=is_prepared(out), progress=progress)
+            prepare(files, out, valid=VALID_SHARE, overwrite=is_prepared(out), progress=progress)
         except UserError:
             if not is_prepared(out):  # else another process was faster, and its result is the same to the byte
                 raise
@@ -61,7 +61,7 @@ def stdlib_files(root: Path) -> list[Path]:
     files = []
     for place, folders, names in os.walk(root):
         folders[:] = [folder for folder in folders if folder not in _LEFT_OUT]
-        files += [Path(place, name) for name in names if name.endswith(".py") and not name.startswith(_BUILD)]
+        files += [Path(place, name) for name in names if name.endswith(".py") and not name.startswith(_BUILD_FILE)]
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
@@ -72,7 +72,7 @@ def _fingerprint(root: Path, files: list[Path]) -> str:
 
 
 # ---- entropy --------------------------------------------------------------------------------------------------------
-# Losses that need no model: those of the best guess from no context, and from one token of context.
+# Losses that need no model: of the best guess from no context, and from one token of context.
 #
 # A model that reaches the first has learnt how frequent tokens are; below the second it must look further back than
 # one token. Both are estimates from the split's own counts (which, given few tokens, flatter the guess), over all
@@ -81,20 +81,20 @@ def _fingerprint(root: Path, files: list[Path]) -> str:
 
 # The pairs of 4096 tokens already take a table of 128 MiB. Above, the table would be the lesser problem: with most
 # pairs seen once or never, the estimate says more about the size of the split than about the text.
-MOST_VOCAB = 4096
+MAX_VOCAB = 4096
 
 
 class Entropy(NamedTuple):
     """In nats per token."""
 
     unigram: float
-    bigram: float | None  # H(next | previous); None for a vocabulary above MOST_VOCAB
+    bigram: float | None  # H(next | previous); None for a vocabulary above MAX_VOCAB
 
 
 def entropy(split: TokenRow, chunk: int = 1 << 20) -> Entropy:
     """Count a split's tokens and its pairs of neighbours, `chunk` tokens at a time."""
     vocab = split.vocab
-    paired = vocab <= MOST_VOCAB
+    paired = vocab <= MAX_VOCAB
     single = np.zeros(vocab, np.int64)
     pairs = np.zeros(vocab * vocab if paired else 0, np.int64)
     if len(pairs) > 1 << 20:

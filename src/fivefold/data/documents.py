@@ -1,6 +1,6 @@
 """Records with fields: a line of JSONL or a row of parquet is a document.
 
-A record's text is `text` (or the field that is named instead), all of which carries loss. Two kinds of record mask:
+A record's text is `text` (or the field that is named instead), and all of it carries loss. Two kinds of record mask:
 
     {"segments": [{"text": "Q: 2+2? A:", "loss": false}, {"text": " 4"}]}      segments win over the text field
     {"prompt": "Q: 2+2? A:", "text": " 4"}                                     with prompt_field="prompt"
@@ -11,163 +11,18 @@ carries loss if the last segment does.
 """
 
 import codecs
-import gzip
-import io
-import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.util import find_spec
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
-from fivefold.data.index import is_prepared
+from fivefold.data.text_sources import Meter, TextSource
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.files import irregular, open_regular
-from fivefold.support.parsing import path_of
-from fivefold.support.text import did_you_mean, either, nearest
+from fivefold.support.text import did_you_mean
 
-# ---- sources --------------------------------------------------------------------------------------------------------
-# Which files are read, in which order, and how far the reading is.
-
-
-Kind = Literal["text", "jsonl", "parquet"]
-
-_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-# Read as text these would be noise that trains without complaint.
-_PACKED = (".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz", ".7z")
-
-
-@dataclass(frozen=True)
-class TextSource:
-    """A file of documents."""
-
-    path: Path
-    kind: Kind
-    packed: bool  # gzip
-    size: int  # bytes on disk
-
-
-def find_sources(inputs: Sequence[Path], leave_out: Path) -> list[TextSource]:
-    """The files behind the inputs: a file is itself, a directory is all its files in the order of their paths.
-
-    Inside a directory, hidden files and directories are passed over, and so are directories of prepared tokens and
-    `leave_out`, where the tokens will go.
-    """
-    if not inputs:
-        raise UserError("no input was given; name at least one file or directory of text", "prepare.input.missing")
-    problems: list[str] = []
-    sources: list[TextSource] = []
-    for given in inputs:
-        try:
-            given = path_of(given)
-            if not given.exists():
-                problems.append(_missing(given))
-                continue
-            files = list(_walk(given, leave_out.absolute())) if given.is_dir() else [given]
-        except UserError as error:
-            problems += error.coded
-            continue
-        except OSError as error:  # a directory that may not be looked into: what is in it would be missing silently
-            problems.append(Problem("file.read", f"{error.filename} cannot be read: {error.strerror}"))
-            continue
-        for path in files:
-            source = _source(path)
-            if isinstance(source, Problem):
-                problems.append(source)
-            else:
-                sources.append(source)
-    if any(source.kind == "parquet" for source in sources) and find_spec("pyarrow") is None:
-        how = 'pip install "fivefold[parquet]"'
-        problems.append(Problem("install.pyarrow", f"parquet files need pyarrow, which is not installed: {how}"))
-    if not problems and not sources:
-        nothing = f"no files in {either(inputs)}: hidden files are skipped, and there is nothing else"
-        problems.append(Problem("prepare.input.empty", nothing))
-    if problems:
-        raise UserError(problems)
-    return sources
-
-
-def _walk(root: Path, leave_out: Path) -> Iterator[Path]:
-    for place, folders, names in os.walk(root, onerror=_raise):
-        here = Path(place)
-        # Sorted in place: os.walk goes on in this order, so that the same tree gives the same documents everywhere.
-        passed = {
-            f for f in folders if f.startswith(".") or (here / f).absolute() == leave_out or is_prepared(here / f)
-        }
-        folders[:] = sorted(set(folders) - passed)
-        yield from (here / name for name in sorted(names) if not name.startswith("."))
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _source(path: Path) -> TextSource | Problem:
-    suffix = path.suffix.lower()
-    if suffix in _PACKED:
-        other = f"{path} is compressed ({suffix}), which is not supported; decompress it, or compress it as .gz"
-        return Problem("prepare.input.packed", other)
-    packed = suffix == ".gz"
-    kind = _KINDS.get(Path(path.stem).suffix.lower() if packed else suffix, "text")
-    if packed and kind == "parquet":
-        twice = f"{path} is a compressed parquet file; decompress it (parquet compresses its own columns)"
-        return Problem("prepare.input.packed", twice)
-    try:
-        status = path.stat()
-        if problem := irregular(status.st_mode):
-            return Problem("file.read", f"{path} cannot be read: {problem}")
-        return TextSource(path, kind, packed, status.st_size)
-    except OSError as error:  # a dangling link in a walked directory
-        return Problem("file.read", f"{path} cannot be read: {error.strerror}")
-
-
-def _missing(path: Path) -> Problem:
-    parent = path.parent
-    if not parent.is_dir():
-        hint = f", and neither does the directory {parent}"
-    else:
-        hits = nearest(path.name, [entry.name for entry in parent.iterdir()])
-        hint = f"; did you mean {parent / hits[0]}?" if hits else ""
-    return Problem("prepare.input.missing", f"{path} does not exist{hint}")
-
-
-class Meter:
-    """Counts bytes read from disk (so packed ones, of packed files) without a call per document."""
-
-    def __init__(self) -> None:
-        self._before = 0  # of the files that are done
-        self.position: Callable[[], int] = int  # of the file that is open
-        self.empty = 0  # documents that held no text
-
-    def read(self) -> int:
-        return self._before + self.position()
-
-    @contextmanager
-    def file(self, source: TextSource) -> Iterator[None]:
-        """Count a file whose reader sets `position`."""
-        try:
-            yield
-        finally:
-            self.position = int
-            self._before += source.size
-
-    @contextmanager
-    def open(self, source: TextSource) -> Iterator[IO[bytes]]:
-        """The file's bytes, unpacked."""
-        with self.file(source), open_regular(source.path, links=True) as raw:
-            self.position = raw.tell
-            # GzipFile reads lines in Python; behind a BufferedReader they are read in C.
-            inner = gzip.GzipFile(fileobj=raw, mode="rb") if source.packed else raw
-            with io.BufferedReader(inner, 1 << 20) as stream:
-                yield stream
-
-
-# ---- pieces ---------------------------------------------------------------------------------------------------------
 # Pieces: what the tokenizer gets of a document.
 #
 # A document is one or more pieces: a prompt and its answer (which differ in loss), or the parts of a text too long to
@@ -176,7 +31,7 @@ class Meter:
 
 # Characters, or bytes. A BPE encoder holds hundreds of bytes for each byte of its input, and a long text keeps one core
 # busy while the others wait.
-PIECE = 1 << 18
+PIECE_SIZE = 1 << 18
 
 
 class TextPiece(NamedTuple):
@@ -200,7 +55,7 @@ def in_pieces(chunks: Iterable[str]) -> Iterator[str]:
     for chunk in chunks:
         rest += chunk
         begin = 0
-        while len(rest) - begin > PIECE:
+        while len(rest) - begin > PIECE_SIZE:
             end = _cut(rest, begin)
             yield rest[begin:end]
             begin = end
@@ -213,23 +68,22 @@ def _cut(text: str, begin: int) -> int:
     """Where to end the piece that starts at `begin`: after the last line end between two lines of text.
 
     The splitting patterns of GPT-2, GPT-4 and Llama 3 all break after a single line end with no space around it, so
-    the ids are those of the whole text. Failing that, after any line end; failing that, anywhere.
+    the ids equal the whole text's. Failing that, after any line end; failing that, anywhere.
     """
-    limit = begin + PIECE
+    limit = begin + PIECE_SIZE
     last = at = text.rfind("\n", begin, limit)
-    while at > limit - PIECE // 16:
+    while at > limit - PIECE_SIZE // 16:
         if not text[at - 1].isspace() and not text[at + 1].isspace():
             return at + 1
         at = text.rfind("\n", begin, at)
     return last + 1 if last > begin else limit
 
 
-# ---- records --------------------------------------------------------------------------------------------------------
-
-
-LONGEST = 128 << 20  # bytes of a line of JSONL, which is in memory with its text; a text file may be of any size
-_ROWS = 256  # of parquet, decoded at a time
-_SHORT = 1 << 20  # bytes of a line that is decoded into objects, which take many times as much, to explain it
+MAX_LINE_BYTES = 128 << 20  # of JSONL, which is in memory with its text; a text file may have any size
+_PARQUET_ROWS = 256  # of parquet, decoded at a time
+_MAX_EXPLAINED_BYTES = (
+    1 << 20
+)  # bytes of a line that is decoded into objects, which take many times as much, to explain it
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -247,8 +101,8 @@ def read_jsonl(path: Path, stream: IO[bytes], fields: Fields, meter: Meter) -> I
         if line is None:
             yield Problem(
                 "record.long",
-                f"{path}:{number}: a line of more than {LONGEST >> 20} MiB is not read; write its text to a text file, "
-                "or divide the record",
+                f"{path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB is not read; write its text to a "
+                "text file, or divide the record",
             )
             continue
         if number == 1:
@@ -268,12 +122,12 @@ def read_jsonl(path: Path, stream: IO[bytes], fields: Fields, meter: Meter) -> I
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
     """The lines of a file; None in place of one that is too long, whose end is looked for piece by piece."""
-    while line := stream.readline(LONGEST + 1):
-        if len(line) <= LONGEST:
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        if len(line) <= MAX_LINE_BYTES:
             yield line
             continue
         while line and not line.endswith(b"\n"):
-            line = stream.readline(_SHORT)
+            line = stream.readline(_MAX_EXPLAINED_BYTES)
         yield None
 
 
@@ -291,7 +145,7 @@ def read_parquet(source: TextSource, fields: Fields, meter: Meter) -> Iterator[T
                 return
             number, rows = 0, max(file.metadata.num_rows, 1)
             meter.position = lambda: source.size * number // rows
-            for batch in file.iter_batches(batch_size=_ROWS, columns=wanted):
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted):
                 values = {name: batch.column(name).to_pylist() for name in wanted}
                 for row in zip(*(values[name] for name in wanted), strict=True):
                     number += 1
@@ -318,7 +172,7 @@ def _row(path: Path, number: int, row: dict[str, Any], fields: Fields, meter: Me
 def _document(
     text: str | None, prompt: str | None, segments: Sequence[TextSegment] | None, meter: Meter
 ) -> Iterator[TextPiece]:
-    if segments is None and prompt is None and text is not None and len(text) <= PIECE:
+    if segments is None and prompt is None and text is not None and len(text) <= PIECE_SIZE:
         if text:
             yield TextPiece(text, True, True)
         else:
@@ -357,7 +211,7 @@ def _at(place: str, problem: Problem) -> Problem:
 
 def _explain(line: bytes, fields: Fields, error: Exception | None) -> Problem:
     """What is wrong with a record: found slowly, because it is found once."""
-    if len(line) > _SHORT:
+    if len(line) > _MAX_EXPLAINED_BYTES:
         return Problem(
             "record.syntax" if error else "record.field",
             str(error or f"no field {fields.text!r} among the wanted ones"),
@@ -390,7 +244,7 @@ def _not_text(name: str, value: object) -> Problem:
     return Problem("record.text", f"field {name!r} is {_type(value)}; a string is needed")
 
 
-_TYPES: dict[type, str] = {
+_TYPE_NAMES: dict[type, str] = {
     type(None): "null",
     bool: "a boolean",
     int: "a number",
@@ -402,7 +256,7 @@ _TYPES: dict[type, str] = {
 
 
 def _type(value: object) -> str:
-    return _TYPES.get(type(value), type(value).__name__)
+    return _TYPE_NAMES.get(type(value), type(value).__name__)
 
 
 # ---- documents ------------------------------------------------------------------------------------------------------
@@ -411,34 +265,36 @@ def _type(value: object) -> str:
 # Memory is bounded by a piece for text files, a record for JSONL and a row group for parquet.
 
 
-MOST_PROBLEMS = 10
-LOOK_AHEAD = 256 << 20  # bytes that are read on after a problem, to report its neighbours together with it
+MAX_PROBLEMS = 10
+LOOK_AHEAD_BYTES = 256 << 20  # bytes that are read on after a problem, to report its neighbours together with it
 
 
-def documents(sources: Sequence[TextSource], fields: Fields, decode: bool, meter: Meter) -> Iterator[TextPiece]:
+def documents(sources: Sequence[TextSource], fields: Fields, *, decode: bool, meter: Meter) -> Iterator[TextPiece]:
     """The pieces of all sources in order, texts as `str` if `decode`.
 
     After the first problem nothing more is yielded: the input is only read a little further, to name up to ten.
     """
     problems: list[Problem] = []
     first = 0  # bytes read at the first of them
-    for item in _items(sources, fields, decode, meter):
+    for item in _items(sources, fields, decode=decode, meter=meter):
         if isinstance(item, Problem):
             first = first if problems else meter.read()
             problems.append(item)
-            if len(problems) == MOST_PROBLEMS:
-                stopped = f"stopped after {MOST_PROBLEMS} problems; there may be more"
+            if len(problems) == MAX_PROBLEMS:
+                stopped = f"stopped after {MAX_PROBLEMS} problems; there may be more"
                 problems.append(Problem("problems.more", stopped))
                 break
         elif not problems:
             yield item
-        elif meter.read() - first > LOOK_AHEAD:
+        elif meter.read() - first > LOOK_AHEAD_BYTES:
             break
     if problems:
         raise UserError(problems)
 
 
-def _items(sources: Sequence[TextSource], fields: Fields, decode: bool, meter: Meter) -> Iterator[TextPiece | Problem]:
+def _items(
+    sources: Sequence[TextSource], fields: Fields, *, decode: bool, meter: Meter
+) -> Iterator[TextPiece | Problem]:
     for source in sources:
         try:
             if source.kind == "parquet":
@@ -448,16 +304,16 @@ def _items(sources: Sequence[TextSource], fields: Fields, decode: bool, meter: M
                 if source.kind == "jsonl":
                     yield from read_jsonl(source.path, stream, fields, meter)
                 else:
-                    yield from _read_text(source.path, stream, decode, meter)
+                    yield from _read_text(source.path, stream, decode=decode, meter=meter)
         except (OSError, EOFError, zlib.error) as error:  # the last two: a damaged or cut-off gzip file
             why = getattr(error, "strerror", None) or error
             yield Problem("file.read", f"{source.path} cannot be read: {why}")
 
 
-def _read_text(path: Path, stream: IO[bytes], decode: bool, meter: Meter) -> Iterator[TextPiece | Problem]:
+def _read_text(path: Path, stream: IO[bytes], *, decode: bool, meter: Meter) -> Iterator[TextPiece | Problem]:
     """The pieces of a file that is one document: as `str` if `decode`, else its bytes, all of them unchanged."""
-    chunks: Iterator[bytes] = iter(lambda: stream.read(PIECE), b"")
-    texts: Iterator[str] | Iterator[bytes] = in_pieces(_decoded(chunks)) if decode else chunks
+    chunks: Iterator[bytes] = iter(lambda: stream.read(PIECE_SIZE), b"")
+    texts: Iterator[str] | Iterator[bytes] = in_pieces(_decode_chunks(chunks)) if decode else chunks
     last: str | bytes | None = None
     try:
         for text in texts:
@@ -482,7 +338,7 @@ class _NotUtf8(Exception):
         self.offset, self.byte = offset, byte
 
 
-def _decoded(chunks: Iterable[bytes]) -> Iterator[str]:
+def _decode_chunks(chunks: Iterable[bytes]) -> Iterator[str]:
     """UTF-8 chunk by chunk; a character may lie across two."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     fed = 0

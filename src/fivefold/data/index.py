@@ -21,23 +21,23 @@ import msgspec
 from fivefold.support.errors import UserError
 from fivefold.support.files import File, read_regular
 
-NAME = "index.json"
-TOKENIZER = "tokenizer.json"
-VERSION = 2
-UNSEALED = 1  # without a seal and without sums of chunks; still read
+INDEX_FILE = "index.json"
+TOKENIZER_FILE = "tokenizer.json"
+FORMAT_VERSION = 2
+UNSEALED_VERSION = 1  # without a seal and without sums of chunks; still read
 SPLITS = ("train", "valid")
-CHUNK = 1 << 22  # bytes of which each has a sum of its own
+CHUNK_BYTES = 1 << 22  # each chunk of a file has its own checksum
 
-_LARGEST = 1 << 30  # bytes of an index: that of 10 TB has some 50 MB
+_MAX_INDEX_BYTES = 1 << 30  # an index of 10 TB has some 50 MB
 _SHA256 = re.compile("[0-9a-f]{64}")
-_CHUNKS = re.compile("(?:[0-9a-f]{8})*")
-MEND = "prepare the text again, or copy the directory again"
+_CHUNK_SUMS = re.compile("(?:[0-9a-f]{8})*")
+REMEDY = "prepare the text again, or copy the directory again"
 
 
 class DataFile(File, frozen=True, forbid_unknown_fields=True):
     """A file of the directory. The checksum says whether it is damaged, the sums of its chunks say where."""
 
-    chunks: str = ""  # crc32 of every CHUNK bytes, 8 hexadecimal digits each
+    chunks: str = ""  # crc32 of every CHUNK_BYTES bytes, 8 hexadecimal digits each
 
 
 class DataShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,7 +103,7 @@ class DataIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for place, shard in enumerate(shards):
                 yield from _shard_problems(shard, f"{split}-{place:05d}", 2 if self.dtype == "uint16" else 4)
         if self.tokenizer_file:
-            yield from _file_problems(self.tokenizer_file, TOKENIZER, self.tokenizer_file.bytes)
+            yield from _file_problems(self.tokenizer_file, TOKENIZER_FILE, self.tokenizer_file.bytes)
 
 
 def _shard_problems(shard: DataShard, name: str, width: int) -> Iterator[str]:
@@ -122,8 +122,10 @@ def _file_problems(file: DataFile, name: str, size: int) -> Iterator[str]:
         yield f"{name} has {file.bytes} bytes by the index, which does not fit its counts"
     if not _SHA256.fullmatch(file.sha256):
         yield f"the sha256 of {name} is {file.sha256!r}, not 64 hexadecimal digits"
-    if file.chunks and (not _CHUNKS.fullmatch(file.chunks) or len(file.chunks) != 8 * -(-file.bytes // CHUNK)):
-        yield f"the sums of {name} are not one for each {CHUNK} of its {file.bytes} bytes"
+    if file.chunks and (
+        not _CHUNK_SUMS.fullmatch(file.chunks) or len(file.chunks) != 8 * -(-file.bytes // CHUNK_BYTES)
+    ):
+        yield f"the sums of {name} are not one for each {CHUNK_BYTES} of its {file.bytes} bytes"
 
 
 class _Version(msgspec.Struct):
@@ -140,9 +142,9 @@ def is_prepared(path: Path) -> bool:
 
 
 def read_index(path: Path) -> DataIndex:
-    file = path / NAME
+    file = path / INDEX_FILE
     try:
-        text = read_regular(file, _LARGEST, links=True)
+        text = read_regular(file, _MAX_INDEX_BYTES, links=True)
     except OSError as error:
         raise UserError(
             f"{path} is not a directory of prepared tokens: {file} cannot be read ({error.strerror}); "
@@ -151,18 +153,19 @@ def read_index(path: Path) -> DataIndex:
         ) from error
     try:
         version = msgspec.json.decode(text, type=_Version).version
-        if version not in (UNSEALED, VERSION):
+        if version not in (UNSEALED_VERSION, FORMAT_VERSION):
             raise UserError(
-                f"{file} has format version {version}; this release reads version {VERSION}; prepare the text again",
+                f"{file} has format version {version}; this release reads version {FORMAT_VERSION}; prepare the text "
+                "again",
                 "data.index.version",
             )
         index = msgspec.json.decode(text, type=DataIndex)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # the last: lists in lists in lists
-        damaged = f"{file} is not an index of prepared tokens or is damaged ({error}); {MEND}"
+        damaged = f"{file} is not an index of prepared tokens or is damaged ({error}); {REMEDY}"
         raise UserError(damaged, "data.index.damaged") from None
     problems = list(index.problems())
-    if not problems and version == VERSION and index.sealed().seal != index.seal:
+    if not problems and version == FORMAT_VERSION and index.sealed().seal != index.seal:
         problems = ["its checksum does not match"]
     if problems:
-        raise UserError((f"{file} is damaged: {problem}; {MEND}" for problem in problems), "data.index.damaged")
+        raise UserError((f"{file} is damaged: {problem}; {REMEDY}" for problem in problems), "data.index.damaged")
     return index

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.data.index import CHUNK, MEND, DataFile
+from fivefold.data.index import CHUNK_BYTES, REMEDY, DataFile
 from fivefold.data.tokens import TokenStore
 from fivefold.support.errors import UserError
 from fivefold.support.files import Progress, digest, open_regular
@@ -57,7 +57,7 @@ def user_cache(name: str, home: Path | None = None) -> Path:
 
 
 # A write that follows another within a tick of the clock leaves the same time: a file this young is not remembered.
-_SETTLED = 2_000_000_000  # ns
+_SETTLED_NS = 2_000_000_000  # ns
 
 
 class KnownFiles(msgspec.Struct, frozen=True, array_like=True):
@@ -84,7 +84,7 @@ class CheckedData:
             status = (self._directory / file.name).stat()
         except OSError:
             return None
-        if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) < _SETTLED:
+        if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) < _SETTLED_NS:
             return None
         return KnownFiles(file.sha256, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
 
@@ -119,8 +119,8 @@ class CheckedData:
 # ---- checking -------------------------------------------------------------------------------------------------------
 
 
-_SAVE = 30  # seconds between two writes of the cache
-_NAMED = 3  # ranges of a file
+_SAVE_INTERVAL = 30  # seconds between two writes of the cache
+_MAX_NAMED_RANGES = 3  # ranges of a file
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -135,7 +135,7 @@ class Finding(msgspec.Struct, frozen=True):
 def verify(store: TokenStore, checked: CheckedData | None = None, progress: Report = quiet) -> None:
     """Refuse a store that is damaged, or whose documents or ids are none."""
     if damaged := findings(store, checked, progress):
-        raise UserError((f"{finding.sentence}; {MEND}" for finding in damaged), "data.file.damaged")
+        raise UserError((f"{finding.sentence}; {REMEDY}" for finding in damaged), "data.file.damaged")
     store.check_documents()
     store.check_ids(store.vocab)
 
@@ -165,7 +165,7 @@ def check_file(
         sha256 = digest(path / file.name, advance)
         if sha256 != file.sha256:
             promised = f"its sha256 is {sha256[:16]}..., but the index promises {file.sha256[:16]}..."
-            return _damaged(path, file, _wrong_chunks(path, file, range(len(file.chunks) // 8), advance), promised)
+            return _make_finding(path, file, _wrong_chunks(path, file, range(len(file.chunks) // 8), advance), promised)
     except OSError as error:
         return Finding(file.name, f"{path / file.name} cannot be read: {error.strerror}")
     if checked:
@@ -180,29 +180,29 @@ def _checked_chunks(path: Path, file: DataFile, chunks: Sequence[int], advance: 
         wrong = _wrong_chunks(path, file, chunks, advance)
     except OSError as error:
         return Finding(file.name, f"{path / file.name} cannot be read: {error.strerror}")
-    return _damaged(path, file, wrong, "their sums are not those that the index promises") if wrong else None
+    return _make_finding(path, file, wrong, "their sums are not those that the index promises") if wrong else None
 
 
 def _wrong_chunks(path: Path, file: DataFile, chunks: Sequence[int], advance: Progress) -> list[int]:
     wrong = []
     with open_regular(path / file.name, links=True) as stream:
         for chunk in chunks:
-            crc = zlib.crc32(os.pread(stream.fileno(), CHUNK, chunk * CHUNK))
+            crc = zlib.crc32(os.pread(stream.fileno(), CHUNK_BYTES, chunk * CHUNK_BYTES))
             if f"{crc:08x}" != file.chunks[8 * chunk : 8 * chunk + 8]:
                 wrong.append(chunk)
             advance(0)
     return wrong
 
 
-def _damaged(path: Path, file: DataFile, chunks: list[int], why: str) -> Finding:
+def _make_finding(path: Path, file: DataFile, chunks: list[int], why: str) -> Finding:
     ranges: list[tuple[int, int]] = []
     for chunk in chunks:
-        begin, end = chunk * CHUNK, min((chunk + 1) * CHUNK, file.bytes)
+        begin, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, file.bytes)
         if ranges and ranges[-1][1] == begin:
             begin = ranges.pop()[0]
         ranges.append((begin, end))
-    named = ", ".join(f"{begin} to {end - 1}" for begin, end in ranges[:_NAMED])
-    more = f" and {len(ranges) - _NAMED} more ranges" if len(ranges) > _NAMED else ""
+    named = ", ".join(f"{begin} to {end - 1}" for begin, end in ranges[:_MAX_NAMED_RANGES])
+    more = f" and {len(ranges) - _MAX_NAMED_RANGES} more ranges" if len(ranges) > _MAX_NAMED_RANGES else ""
     where = f", within bytes {named}{more} of {file.bytes}" if ranges else ""
     return Finding(file.name, f"{path / file.name} is damaged{where}: {why}", ranges or [(0, file.bytes)])
 
@@ -233,7 +233,7 @@ class Checker:
             if finding:
                 self.findings.append(finding)
             del self._left[0]
-            if not self._left or time.monotonic() - saved > _SAVE:
+            if not self._left or time.monotonic() - saved > _SAVE_INTERVAL:
                 self.checked.save()
                 saved = time.monotonic()
 

@@ -23,10 +23,21 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.data.documents import Fields, Meter, documents, find_sources
-from fivefold.data.index import CHUNK, NAME, SPLITS, TOKENIZER, VERSION, DataFile, DataIndex, DataShard, is_prepared
+from fivefold.data.documents import Fields, documents
+from fivefold.data.index import (
+    CHUNK_BYTES,
+    FORMAT_VERSION,
+    INDEX_FILE,
+    SPLITS,
+    TOKENIZER_FILE,
+    DataFile,
+    DataIndex,
+    DataShard,
+    is_prepared,
+)
 from fivefold.data.order import uniform
-from fivefold.data.tokenizer import Encoded, Tokenizer, encoded, load_tokenizer
+from fivefold.data.text_sources import Meter, find_sources
+from fivefold.data.tokenizer import Encoded, Tokenizer, encode_stream, load_tokenizer
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import HashedFile
 from fivefold.support.parsing import path_of
@@ -37,7 +48,7 @@ from fivefold.version import __version__
 # Where encoded batches go: each document into its split, and the index last.
 
 
-_ONES = 1 << 20  # how many ones of a late loss mask are written at a time
+_ONES_AT_ONCE = 1 << 20  # how many ones of a late loss mask are written at a time
 
 
 class Sink:
@@ -76,7 +87,7 @@ class Sink:
         self._check_splits()
         splits = {split: writer.close() for split, writer in zip(SPLITS, self._writers, strict=True)}
         index = DataIndex(
-            version=VERSION,
+            version=FORMAT_VERSION,
             fivefold=__version__,
             tokenizer=self._tokenizer.name,
             tokenizer_file=self._copy_tokenizer(),
@@ -88,7 +99,7 @@ class Sink:
             splits={split: shards for split, shards in splits.items() if shards},
         )
         text = msgspec.json.format(msgspec.json.encode(index.sealed()), indent=1)
-        file = HashedFile(self._directory / NAME)
+        file = HashedFile(self._directory / INDEX_FILE)
         file.write(text)
         file.finish()
 
@@ -122,7 +133,7 @@ class Sink:
         """The tokens are of little use without what decodes them, so the two travel together."""
         if self._tokenizer.file is None:
             return None
-        file = SummedFile(self._directory / TOKENIZER)
+        file = SummedFile(self._directory / TOKENIZER_FILE)
         file.write(self._tokenizer.file.read_bytes())
         return file.finish()
 
@@ -137,8 +148,8 @@ class SummedFile(HashedFile):
     def write(self, data: Any) -> int:
         begin, rest = self.tell(), memoryview(data)
         while rest:
-            room = CHUNK - begin % CHUNK
-            if room == CHUNK:
+            room = CHUNK_BYTES - begin % CHUNK_BYTES
+            if room == CHUNK_BYTES:
                 self._sums.append(0)
             self._sums[-1] = zlib.crc32(rest[:room], self._sums[-1])
             begin, rest = begin + len(rest[:room]), rest[room:]
@@ -190,8 +201,8 @@ class ShardWriter:
         if not len(tokens):
             return
         if loss is not None and "loss" not in self._files and not loss.all():
-            for begin in range(0, self._tokens, _ONES):
-                self._write("loss", np.ones(min(_ONES, self._tokens - begin), np.uint8))
+            for begin in range(0, self._tokens, _ONES_AT_ONCE):
+                self._write("loss", np.ones(min(_ONES_AT_ONCE, self._tokens - begin), np.uint8))
         if "loss" in self._files or (loss is not None and not loss.all()):
             self._write("loss", np.ones(len(tokens), np.uint8) if loss is None else loss.astype(np.uint8))
         self._write("tokens", tokens.astype(self._dtype, copy=False))
@@ -220,7 +231,7 @@ class ShardWriter:
 T = TypeVar("T")
 
 SHARD_TOKENS = 1 << 28
-_CLAIM = "claim"
+_CLAIM_FILE = "claim"
 
 
 @dataclass(frozen=True)
@@ -277,21 +288,21 @@ def prepare(
     started = time.perf_counter()
     inputs, out = [Path(path) for path in inputs], path_of(out)
     problems: list[str] = []  # each check runs whatever the others found, so that all problems are told together
-    _checked(problems, lambda: _check_options(text_field, prompt_field, valid, shard_tokens, seed))
-    _checked(problems, lambda: check_free(out, overwrite=overwrite))
-    sources = _checked(problems, lambda: find_sources(inputs, out))
-    encoder = _checked(problems, lambda: load_tokenizer(tokenizer, eos))
+    _collect_problems(problems, lambda: _check_options(text_field, prompt_field, valid, shard_tokens, seed))
+    _collect_problems(problems, lambda: check_free(out, overwrite=overwrite))
+    sources = _collect_problems(problems, lambda: find_sources(inputs, out))
+    encoder = _collect_problems(problems, lambda: load_tokenizer(tokenizer, eos))
     if sources is None or encoder is None or problems:
         raise UserError(problems)
 
     meter = Meter()
     total = sum(source.size for source in sources)
-    stream = documents(sources, Fields(text_field, prompt_field), encoder.decode, meter)
+    stream = documents(sources, Fields(text_field, prompt_field), decode=encoder.decode, meter=meter)
     with (
-        staged(out, overwrite=overwrite) as directory,
+        staging_directory(out, overwrite=overwrite) as directory,
         closing(Sink(directory, encoder, shard_tokens, seed, valid)) as sink,
     ):
-        for batch in encoded(stream, encoder, meter):
+        for batch in encode_stream(stream, encoder, meter):
             sink.write(batch)
             progress(batch.read, total)
         sink.finish()
@@ -307,7 +318,7 @@ def prepare(
     )
 
 
-def _checked(problems: list[str], check: Callable[[], T]) -> T | None:
+def _collect_problems(problems: list[str], check: Callable[[], T]) -> T | None:
     try:
         return check()
     except UserError as error:
@@ -360,7 +371,7 @@ def check_free(out: Path, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def staged(out: Path, *, overwrite: bool) -> Iterator[Path]:
+def staging_directory(out: Path, *, overwrite: bool) -> Iterator[Path]:
     """A directory to write into; it takes the place of `out` when the block ends well.
 
     It is a hidden directory next to `out`, so that `out` appears complete or not at all. An exception or an interrupt
@@ -370,14 +381,14 @@ def staged(out: Path, *, overwrite: bool) -> Iterator[Path]:
     hidden = out.parent / f".{out.name}.{token}.partial"
     try:
         _sweep(out)
-        with _claimed(hidden):
+        with _claimed_directory(hidden):
             yield hidden
             check_free(out, overwrite=overwrite)  # again: another process may have been faster
             # Two renames and not one: only an empty directory can be renamed over. Readers hold their files open.
             old = out.parent / f".{out.name}.{token}.old" if out.is_dir() and any(out.iterdir()) else None
             if old:
                 os.rename(out, old)
-            (hidden / _CLAIM).unlink()
+            (hidden / _CLAIM_FILE).unlink()
             os.rename(hidden, out)
         if old:
             shutil.rmtree(old, ignore_errors=True)
@@ -389,11 +400,11 @@ def staged(out: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 @contextmanager
-def _claimed(hidden: Path) -> Iterator[None]:
+def _claimed_directory(hidden: Path) -> Iterator[None]:
     """A new directory with a file in it that is locked as long as this process lives, however it ends."""
     making = hidden.with_suffix(".making")  # not to be seen before it is locked
     making.mkdir(parents=True)  # mkdir and not mkdtemp: the result must be readable by whoever the umask allows
-    with (making / _CLAIM).open("w") as claim:
+    with (making / _CLAIM_FILE).open("w") as claim:
         with suppress(OSError):  # a file system without locks, on which nobody sweeps
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         making.rename(hidden)
@@ -409,7 +420,7 @@ def _sweep(out: Path) -> None:
             if is_prepared(out):
                 shutil.rmtree(path, ignore_errors=True)
             continue
-        with suppress(OSError), (path / _CLAIM).open("r+") as claim:
+        with suppress(OSError), (path / _CLAIM_FILE).open("r+") as claim:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path)
 

@@ -13,7 +13,7 @@ from fivefold.support.errors import Problem, UserError
 def check(source: DataSource, before_reading: Callable[[Splits], None] = lambda splits: None) -> Splits:
     """Returns what a source opens, or raises all that it lacks. `before_reading` sees it before a token is read."""
     name = f"data.source={source.source}"
-    splits, again = _opened(source, name), _opened(source, name)
+    splits, again = _open_source(source, name), _open_source(source, name)
     if lacks := [*_lacks(splits)]:
         raise UserError(Problem("data.source.opened", f"{name} opened {lack}") for lack in lacks)
     if splits.fingerprint != again.fingerprint or [*splits.rows] != [*again.rows]:
@@ -28,7 +28,7 @@ def check(source: DataSource, before_reading: Callable[[Splits], None] = lambda 
     return splits
 
 
-def _opened(source: DataSource, name: str) -> Splits:
+def _open_source(source: DataSource, name: str) -> Splits:
     try:
         return source.open()
     except UserError:

@@ -9,15 +9,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.data.documents import Meter, TextPiece
-from fivefold.data.index import TOKENIZER, DataIndex, read_index
+from fivefold.data.documents import TextPiece
+from fivefold.data.index import TOKENIZER_FILE, DataIndex, read_index
+from fivefold.data.text_sources import Meter
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import digest
 from fivefold.support.parsing import path_of, read_json
 from fivefold.support.progress import prefetch
 from fivefold.support.text import did_you_mean, either
 
-BATCH = 4 << 20  # characters at a time: enough work for many cores, little enough to hold three times
+BATCH_CHARACTERS = 4 << 20  # characters at a time: enough work for many cores, little enough to hold three times
 BATCH_PIECES = 8192
 # The names under which published tokenizers keep their end of document, most telling first.
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<EOS>", "[EOS]", "<｜end▁of▁sentence｜>")
@@ -195,7 +196,7 @@ class Encoded(NamedTuple):
     read: int  # bytes read from disk so far
 
 
-def encoded(stream: Iterator[TextPiece], tokenizer: Tokenizer, meter: Meter) -> Iterator[Encoded]:
+def encode_stream(stream: Iterator[TextPiece], tokenizer: Tokenizer, meter: Meter) -> Iterator[Encoded]:
     """The batches, read and encoded in a background thread: Rust, zlib and file reads leave the interpreter free
     for joining, hashing and writing the batch before."""
 
@@ -218,7 +219,7 @@ def _take(stream: Iterator[TextPiece]) -> list[TextPiece]:
     for piece in stream:
         pieces.append(piece)
         size += len(piece.text)
-        if size >= BATCH or len(pieces) == BATCH_PIECES:
+        if size >= BATCH_CHARACTERS or len(pieces) == BATCH_PIECES:
             break
     return pieces
 
@@ -228,28 +229,35 @@ def _take(stream: Iterator[TextPiece]) -> list[TextPiece]:
 # to it, and training on them destroys what it knows.
 
 
-_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "model")  # of a tokenizer.json: what makes tokens of a text
+_TOKENIZER_PARTS = (
+    "added_tokens",
+    "normalizer",
+    "pre_tokenizer",
+    "model",
+)  # of a tokenizer.json: what makes tokens of a text
 
 
-def foreign(model: Path, prepared: Path, others: tuple[str, ...] = (), settings: tuple[str, ...] = ()) -> list[str]:
-    """Why tokens are not those of the model whose tokenizer.json lies in a directory; nothing where that is not known.
+def tokenizer_mismatches(
+    model: Path, prepared: Path, others: tuple[str, ...] = (), settings: tuple[str, ...] = ()
+) -> list[str]:
+    """Why tokens are not from the tokenizer.json in a model's directory; empty if they are, or if it is not known.
 
     `others` are files of tokenizers that are not read here: that the model's is not bytes can be told by them. The
     model's end tokens are in its `settings` files.
     """
-    own, index = model / TOKENIZER, read_index(prepared)
+    own, index = model / TOKENIZER_FILE, read_index(prepared)
     if not own.is_file():
         known = next((model / name for name in others if (model / name).is_file()), None)
         if known is None or index.tokenizer_file:
             return []
-        return [_other(prepared, index.tokenizer, str(known), _way(model, convert=True))]
+        return [_other(prepared, index.tokenizer, str(known), _prepare_hint(model, convert=True))]
     file = index.tokenizer_file
     if file is None:
-        return [_other(prepared, index.tokenizer, str(own), _way(model))]
+        return [_other(prepared, index.tokenizer, str(own), _prepare_hint(model))]
     if file.sha256 == (sum_ := digest(own)) or _makes(own) == _makes(prepared / file.name):
         return _other_end(model, prepared, index, end_tokens(model, settings))
     name = f"{prepared / file.name} (sha256 {file.sha256[:8]}, {index.vocab:,} ids)"
-    return [_other(prepared, name, f"{own} (sha256 {sum_[:8]})", _way(model))]
+    return [_other(prepared, name, f"{own} (sha256 {sum_[:8]})", _prepare_hint(model))]
 
 
 def _other_end(model: Path, prepared: Path, index: DataIndex, own: set[int]) -> list[str]:
@@ -257,9 +265,9 @@ def _other_end(model: Path, prepared: Path, index: DataIndex, own: set[int]) -> 
     own = {token for token in own if token < index.vocab}  # published files name some that are not in the vocabulary
     if not own or index.end_of_document in own:
         return []
-    ends = f"documents of {prepared} end with token {index.end_of_document}, and those of {model} with"
+    ends = f"documents of {prepared} end with token {index.end_of_document}, and documents of {model} with"
     ends = f"{ends} {either(sorted(own))}"
-    return [Problem("data.tokenizer.end", f"{ends}; {_way(model)}, and --eos with that token")]
+    return [Problem("data.tokenizer.end", f"{ends}; {_prepare_hint(model)}, and --eos with that token")]
 
 
 def _other(prepared: Path, tokenizer: str, of_model: str, way: str) -> Problem:
@@ -267,8 +275,8 @@ def _other(prepared: Path, tokenizer: str, of_model: str, way: str) -> Problem:
     return Problem("data.tokenizer", f"{made}, and the model's tokenizer is {of_model}; {way}")
 
 
-def _way(model: Path, convert: bool = False) -> str:
-    first = f"save it as {TOKENIZER} there (AutoTokenizer's save_pretrained does), and " if convert else ""
+def _prepare_hint(model: Path, *, convert: bool = False) -> str:
+    first = f"save it as {TOKENIZER_FILE} there (AutoTokenizer's save_pretrained does), and " if convert else ""
     return f"{first}prepare the text anew, with 'fivefold data prepare TEXT -o TOKENS --tokenizer {model}'"
 
 
@@ -276,7 +284,7 @@ def _makes(path: Path) -> Any:
     """What a tokenizer.json says of how tokens are made, however it is formatted and whoever saved it last."""
     try:
         table = read_json(path)
-        parts: dict[str, Any] = {key: _plain(table.get(key)) for key in _PARTS}
+        parts: dict[str, Any] = {key: _plain(table.get(key)) for key in _TOKENIZER_PARTS}
         if merges := (parts["model"] or {}).get("merges"):  # "a b", or since tokenizers 0.20 ["a", "b"]
             parts["model"]["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
     except (UserError, AttributeError, TypeError):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.data.index import CHUNK, MEND, NAME, DataFile, DataIndex, DataShard, read_index
+from fivefold.data.index import CHUNK_BYTES, INDEX_FILE, REMEDY, DataFile, DataIndex, DataShard, read_index
 from fivefold.data.rows import Splits, TokenRow, TokenWindow
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import Regular, open_regular
@@ -41,7 +41,7 @@ class OpenFiles:
 
     def __init__(self, path: Path):
         self.path = path
-        self.touched: dict[str, bytearray] = {}  # for each file, and each CHUNK of it, whether it was ever read
+        self.touched: dict[str, bytearray] = {}  # for each file, and each chunk of it, whether it was ever read
         self._open: dict[str, Regular] = {}  # the most recent one last
         self._seen: dict[str, FileStat] = {}
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class OpenFiles:
                 if not count:
                     break
                 done += count
-            now = _seen(stream)
+            now = _stat(stream)
         except OSError as error:
             raise UserError(
                 f"{self.path / file.name} cannot be read at byte {begin + done}: {error.strerror}", "file.read"
@@ -72,8 +72,8 @@ class OpenFiles:
         """Count bytes as read."""
         touched = self.touched.get(file.name)
         if touched is None:
-            touched = self.touched.setdefault(file.name, bytearray(-(-file.bytes // CHUNK)))
-        for chunk in range(begin // CHUNK, (end - 1) // CHUNK + 1):
+            touched = self.touched.setdefault(file.name, bytearray(-(-file.bytes // CHUNK_BYTES)))
+        for chunk in range(begin // CHUNK_BYTES, (end - 1) // CHUNK_BYTES + 1):
             touched[chunk] = True
 
     def _stream(self, file: DataFile) -> Regular:
@@ -81,7 +81,7 @@ class OpenFiles:
             stream = self._open.pop(file.name, None)
             if stream is None:
                 stream = open_regular(self.path / file.name, links=True)
-                self._seen.setdefault(file.name, _seen(stream))
+                self._seen.setdefault(file.name, _stat(stream))
             self._open[file.name] = stream
             if len(self._open) > self._most:
                 del self._open[next(iter(self._open))]  # a thread that reads it still holds it
@@ -103,7 +103,7 @@ class OpenFiles:
             )
 
 
-def _seen(stream: Regular) -> FileStat:
+def _stat(stream: Regular) -> FileStat:
     status = os.fstat(stream.fileno())
     return FileStat(status.st_ino, status.st_size, status.st_mtime_ns)
 
@@ -113,8 +113,8 @@ def _seen(stream: Regular) -> FileStat:
 
 Ids: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
-_SCAN = 1 << 22  # tokens, or bytes, looked at at a time
-_EVERY = 2048  # documents of which one is remembered: 4 kB for a million of them
+_SCAN_SIZE = 1 << 22  # tokens, or bytes, looked at at a time
+_REMEMBERED_EVERY = 2048  # one of so many documents is remembered: 4 kB for a million
 
 
 class TokenStore:
@@ -136,15 +136,15 @@ class TokenStore:
             try:
                 size = place.stat().st_size if place.is_file() else None
             except OSError as error:
-                problems.append(Problem("file.read", f"{place} cannot be read: {error.strerror}; {MEND}"))
+                problems.append(Problem("file.read", f"{place} cannot be read: {error.strerror}; {REMEDY}"))
                 continue
             if size is None:
                 absent = f"{place} is missing: the index promises {file.bytes} bytes"
-                problems.append(Problem("data.file.missing", f"{absent}; {MEND}"))
+                problems.append(Problem("data.file.missing", f"{absent}; {REMEDY}"))
             elif size != file.bytes:
                 length = f"{'short' if size < file.bytes else 'too long'}: {size} bytes"
                 promised = f"{place} is {length}, but the index promises {file.bytes}"
-                problems.append(Problem("data.file.size", f"{promised}; {MEND}"))
+                problems.append(Problem("data.file.size", f"{promised}; {REMEDY}"))
         if problems:
             raise UserError(problems)
         return store
@@ -163,7 +163,7 @@ class TokenStore:
 
     def splits(self) -> Splits:
         """All of it, as a data source opens it. The index has the sha256 of every file."""
-        fingerprint = hashlib.sha256((self.path / NAME).read_bytes()).hexdigest()
+        fingerprint = hashlib.sha256((self.path / INDEX_FILE).read_bytes()).hexdigest()
         return Splits(self.split("train"), self._splits.get("valid"), fingerprint, str(self.path))
 
     def check_ids(self, vocab: int, progress: Report = quiet) -> None:
@@ -213,8 +213,8 @@ class Split(TokenRow):
     def scan(self, vocab: int) -> Iterator[Ids]:
         """All tokens in order, in chunks, each checked against the vocabulary."""
         for shard in self._shards:
-            for begin in range(0, shard.tokens, _SCAN):
-                yield shard.ids(begin, min(begin + _SCAN, shard.tokens), vocab)
+            for begin in range(0, shard.tokens, _SCAN_SIZE):
+                yield shard.ids(begin, min(begin + _SCAN_SIZE, shard.tokens), vocab)
 
     def loss_tokens(self, start: int, stop: int) -> int:
         """How many of the tokens [start, stop) carry loss, as targets. Only masks are read."""
@@ -307,8 +307,8 @@ class _OpenShard:
         """The ordinal in the shard of each token's document."""
         # Of the first tokens in memory, those around the window; between them, the rest from the file.
         low, high = self.marks.searchsorted((begin, end - 1), side="right")
-        base = (int(low) - 1) * _EVERY
-        starts = self._starts(base, min(int(high) * _EVERY, self._shard.documents))
+        base = (int(low) - 1) * _REMEMBERED_EVERY
+        starts = self._starts(base, min(int(high) * _REMEMBERED_EVERY, self._shard.documents))
         first, last = starts.searchsorted((begin, end - 1), side="right")
         # Lengths of the documents inside the window, from the borders between them.
         borders = np.concatenate(([begin], starts[first:last], [end]))
@@ -318,8 +318,8 @@ class _OpenShard:
     def marks(self) -> NDArray[np.int64]:
         """Where every _EVERY-th document begins. All of them are looked at once: they rise from 0 within the shard."""
         marks, before = [], -1
-        for begin in range(0, self._shard.documents, _SCAN // 8):
-            starts = self._starts(begin, min(begin + _SCAN // 8, self._shard.documents))
+        for begin in range(0, self._shard.documents, _SCAN_SIZE // 8):
+            starts = self._starts(begin, min(begin + _SCAN_SIZE // 8, self._shard.documents))
             wrong = np.diff(starts, prepend=before) <= 0
             wrong[0] |= begin == 0 and starts[0] != 0
             wrong |= starts >= self.tokens
@@ -333,7 +333,7 @@ class _OpenShard:
                     "data.documents",
                 )
             before = int(starts[-1])
-            marks.append(starts[::_EVERY])
+            marks.append(starts[::_REMEMBERED_EVERY])
         return np.concatenate(marks).copy()
 
     def _starts(self, begin: int, end: int) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from fivefold.cost.collective_time import Traffic
 from fivefold.data.batch import Batch
 from fivefold.dry.fake import Kernels, StatedRouting, pretending
 from fivefold.job.config import Job
-from fivefold.parallel.traffic import TrafficCounter
+from fivefold.parallel.traffic_counter import TrafficCounter
 from fivefold.schedules.schedule import peak_live
 from fivefold.trainer.engine import Engine
 from fivefold.trainer.ledger import Ledger, LedgerSpan

@@ -21,7 +21,7 @@ from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.render.chart import TOP, Plot, legend, sheet
 from fivefold.render.scene import COLOURS, GREY, INK, LABEL, MARGIN, SMALL, WIDTH, Curve, Line, Scene
 from fivefold.render.scene import TextMark as Words
-from fivefold.support.text import bytes_text, counted
+from fivefold.support.text import bytes_text, plural
 
 if TYPE_CHECKING:
     from fivefold.dry.rank import RankRun
@@ -169,7 +169,7 @@ class DryRunResult(Result):
         device, runs, job = self.machines.groups[0].accelerator, [rank.dry for rank in self.ranks], self.job
         moments = [_computing(run) for run in runs]
         subtitle = f"{job.model.name} as {job.layout}: {job.train.batch} sequences of {job.data.seq:,} tokens"
-        scene = sheet(f"Memory of {counted(len(runs), 'rank')} through a training step", subtitle, PICTURE_HEIGHT)
+        scene = sheet(f"Memory of {plural(len(runs), 'rank')} through a training step", subtitle, PICTURE_HEIGHT)
         most = max(device.memory, *(run.peak for run in runs)) / GB
         first = max(moments, key=len)
         ends = (len(first), 1.08 * most)

@@ -20,7 +20,7 @@ from fivefold.planner.plan import workload_of
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.parsing import path_of
-from fivefold.support.ranges import SEQUENCES, TOKENS, checked, within
+from fivefold.support.ranges import MAX_TOKENS, SEQUENCES, check_range, within
 
 _MAX_TRIALS = 3  # changes that are dry-run before the advice says that none fits
 
@@ -54,8 +54,8 @@ def dryrun(
     every parameter. `imbalance`, for experts: tokens are not routed, and each rank that runs gets this many times the
     mean of its ep group, by default 1. `progress` is called with how many ranks are done, of how many, and the next.
     """
-    checked("batch", batch, within(1, SEQUENCES))
-    checked("seq", seq, within(1, TOKENS))
+    check_range("batch", batch, within(1, SEQUENCES))
+    check_range("seq", seq, within(1, MAX_TOKENS))
     job = _job(model, layout, changes, batch, seq)
     peak_load = _imbalance(job, imbalance)
     machines = _machines(cluster, job)
@@ -186,7 +186,7 @@ def _advice(job: Job, compared: list[RankVsPlan], machines: Cluster, imbalance: 
         return ""
     from fivefold.dry.rank import dry_run_rank
     from fivefold.planner.explain import neighbours
-    from fivefold.planner.search import evaluate
+    from fivefold.planner.option import evaluate
 
     largest = max(worst.predicted.parts.items(), key=lambda part: part[1])
     stage = worst.dry.place["pp"]

@@ -22,7 +22,7 @@ from fivefold.foreign.layout_proof import (
 )
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.render.scene import GREEN, GREY, RED, Rect, Scene, TextMark, rgb, text_on, text_width
-from fivefold.support.text import counted
+from fivefold.support.text import plural
 
 FORMAT = "fivefold certificate 2"
 _BADGE_LABEL, _BADGE_SIZE, _BADGE_HEIGHT = "verified", 11.0, 20.0
@@ -71,9 +71,9 @@ class Certificate(Result):
         parts = []
         if by_value:
             still = " without dropout" if any(proof.compared == STILL for proof in passed) else ""
-            parts.append(f"{counted(by_value, 'layout')} = one process{still} within {self.worst:.1e}")
+            parts.append(f"{plural(by_value, 'layout')} = one process{still} within {self.worst:.1e}")
         if others := len(passed) - by_value:
-            parts.append(f"in {counted(others, 'layout')} only replicas and masks were compared, and agree")
+            parts.append(f"in {plural(others, 'layout')} only replicas and masks were compared, and agree")
         return f"{'; '.join(parts)} ({self.dtype}, {self.framework})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Certificate(Result):
         return body | {"sha256": digest_of(body)}
 
     def blocks(self) -> Iterator[Block]:
-        size = f"{self.parameters:,} parameters in {self.dtype}, {counted(self.steps, 'step')}"
+        size = f"{self.parameters:,} parameters in {self.dtype}, {plural(self.steps, 'step')}"
         yield Text(f"{self.adapter} against one process: {size}", "bold")
         yield proofs_table(self.proofs)
         if self.random:
@@ -133,9 +133,9 @@ class Certificate(Result):
         """A badge for a README: what a row of them has, a label and a few words on a colour."""
         passed = sum(proof.passed for proof in self.proofs)
         by_value = sum(proof.passed and proof.by_value for proof in self.proofs)
-        words = f"{passed} of {counted(len(self.proofs), 'layout')}"
+        words = f"{passed} of {plural(len(self.proofs), 'layout')}"
         if self.ok and by_value == passed:
-            words = f"{counted(passed, 'layout')} = one process"
+            words = f"{plural(passed, 'layout')} = one process"
         left, right = (text_width(text, _BADGE_SIZE) + 16 for text in (_BADGE_LABEL, words))
         middle, fill = _BADGE_HEIGHT / 2, GREEN if self.ok else RED
         return Scene(left + right, _BADGE_HEIGHT, self.summary, [

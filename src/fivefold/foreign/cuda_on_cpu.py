@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fivefold.foreign.modes import within
+from fivefold.foreign.torch_modes import within
 
 _NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = (Tensor.float, Tensor.bfloat16, Tensor.half)

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fivefold.foreign.modes import everywhere
+from fivefold.foreign.torch_modes import everywhere
 
 DROPOUTS = (
     torch.dropout, functional.dropout, torch.feature_dropout, functional.dropout1d, functional.dropout2d,

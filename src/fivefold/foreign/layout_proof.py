@@ -5,14 +5,14 @@ How the values were compared is one of COMPARED: models that draw random numbers
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fivefold.foreign.adapter import Layout, layout_text
 from fivefold.foreign.compare import Deviation
 from fivefold.foreign.evidence import Cause, ModuleRow
 from fivefold.render.blocks import Block, Cell, Table, Text
-from fivefold.support.text import counted
+from fivefold.support.text import plural
 
 QUANTITIES = ("loss", "gradient", "norm", "parameter")
 Outcome = Literal["passed", "differs", "could not run"]
@@ -31,6 +31,8 @@ class LayoutProof:
     deviations: Sequence[Deviation]  # the worst first
     causes: Sequence[Cause] = ()
     broken: str = ""  # why there are no numbers, or none of what came after the deviations
+    ended: str = ""  # how a rank ended then: "hung", "died", "raised", or the code of what was refused
+    stacks: Mapping[int, str] = field(default_factory=dict)  # of ranks that gave no answer, by rank
     details: str = ""
     compared: Compared = "values"
     unlike_masks: bool = False  # dropout's: the causes that are told of them are a difference by themselves
@@ -125,7 +127,7 @@ def failure(proof: LayoutProof) -> Iterator[Block]:
 
 def failures(proofs: Sequence[LayoutProof]) -> str:
     """How many of all layouts differ, and how many could not run."""
-    outcomes, all_of_them = [proof.outcome for proof in proofs], counted(len(proofs), "layout")
+    outcomes, all_of_them = [proof.outcome for proof in proofs], plural(len(proofs), "layout")
     differing, broken = outcomes.count("differs"), outcomes.count("could not run")
     if not differing:
         return f"{broken} of {all_of_them} could not run"

@@ -37,6 +37,11 @@ class AdapterDescription:
     known: Sequence[Mapping[str, float]]  # by layout
     updates: bool
 
+    @property
+    def cases(self) -> list[tuple[Layout, int, Mapping[str, float]]]:
+        """Each layout, its ranks, and what its factors may be named after."""
+        return list(zip(self.layouts, self.worlds, self.known, strict=True))
+
 
 @dataclass(frozen=True)
 class Call:

@@ -40,7 +40,7 @@ from fivefold.foreign.stepping import (
 )
 from fivefold.launch.processes import Rank
 from fivefold.support.errors import UserError
-from fivefold.support.text import listed
+from fivefold.support.text import first_of_many
 
 _NOISE_DRAWS = 3  # runs of one process with every weight moved by a rounding
 _IGNORE = -100  # what torch's cross-entropy leaves out
@@ -177,7 +177,7 @@ def _check(values: RankValues) -> None:
             raise UserError(f"one process has no gradient; {elsewhere}", "adapter.gradient")
         if odd := [name for name, own in given.items() if not np.isfinite(own).all()]:
             kind = "NaN" if any(np.isnan(given[name]).any() for name in odd) else "infinite"
-            gave = f"step() gave {kind} gradients in one process: {listed(odd)} (step {step + 1})"
+            gave = f"step() gave {kind} gradients in one process: {first_of_many(odd)} (step {step + 1})"
             raise UserError(gave, "adapter.gradient")
         if not any(own.any() for own in given.values()):
             raise UserError(f"all gradients of one process are zero; {elsewhere}", "adapter.gradient")

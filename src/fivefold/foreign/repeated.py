@@ -18,7 +18,7 @@ from fivefold.foreign.layout_proof import LayoutProof, Outcome, changes, failure
 from fivefold.foreign.measurement import SEEDS, Device
 from fivefold.render.blocks import Block, Cell, Result, Table, Text
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import STEPS, checked, within
+from fivefold.support.ranges import MAX_STEPS, check_range, within
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ def _problem(body: Mapping[str, Any]) -> str:
         return "has a layout without its settings"
     if not all(isinstance(row.get("passed"), bool) for row in rows):
         return "has a layout without its outcome"
-    for key, limits in (("steps", within(1, STEPS)), ("seed", within(0, SEEDS))):
+    for key, limits in (("steps", within(1, MAX_STEPS)), ("seed", within(0, SEEDS))):
         try:
-            checked(key, body[key], limits)
+            check_range(key, body[key], limits)
         except UserError as error:
             return f"says something odd: {error}"
     if not adapter.isprintable() or len(adapter) > _LONGEST:

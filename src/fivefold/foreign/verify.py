@@ -37,8 +37,8 @@ from fivefold.foreign.measurement import (
 from fivefold.foreign.repeated import RepeatedCertificate, certified, read_certificate
 from fivefold.launch import processes
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import STEPS, checked, seconds, within
-from fivefold.support.text import did_you_mean, listed, nearest
+from fivefold.support.ranges import MAX_STEPS, check_range, seconds, within
+from fivefold.support.text import did_you_mean, first_of_many, nearest
 from fivefold.version import __version__
 
 TIMEOUT = 300.0  # seconds for one layout: large frameworks take long to import
@@ -69,17 +69,17 @@ def verify_adapter(
     >>> found.ok, found.proofs[0].layout
     (True, {'fsdp': 2})
     """
-    checked("--steps", steps, within(1, STEPS))
-    checked("--seed", seed, within(0, SEEDS))
+    check_range("--steps", steps, within(1, MAX_STEPS))
+    check_range("--seed", seed, within(0, SEEDS))
     seconds("--timeout", timeout)
     place = AdapterFile.of(adapter)
     chosen = [parse_layout(layout) for layout in layouts]
     digest = place.digest  # of what is verified, should it change meanwhile
     progress(0, 1, "the adapter")
     with tempfile.TemporaryDirectory(prefix="fivefold-verify-") as home:
-        proof = _Proof(place, Settings(steps, device, seed), timeout, Path(home))
+        proof = AdapterProof(place, Settings(steps, device, seed), timeout, Path(home))
         description = proof.describe(chosen)
-        todo = list(zip(description.layouts, description.worlds, description.known, strict=True))
+        todo = description.cases
         progress(0, len(todo) + 1, "one process")
         reference = proof.refer()
         proofs = []
@@ -134,8 +134,8 @@ def check_certificate(
     return RepeatedCertificate(stated, now)
 
 
-class _Proof:
-    """One adapter's truth, and layouts held against it."""
+class AdapterProof:
+    """One adapter's truth, and layouts held against it: `describe` and `refer` once, then `prove` for each layout."""
 
     def __init__(self, place: AdapterFile, settings: Settings, timeout: float, home: Path):
         self.place, self.settings, self.timeout = place, settings, timeout
@@ -179,11 +179,14 @@ class _Proof:
             ranks = self._measure(layout, world, self.settings, parts)
             noisy = self._measure(layout, world, self._watched) if self.reference.random else []
         except (processes.RankError, UserError) as error:
-            details = error.details if isinstance(error, processes.RankError) else ""
+            details, ended, stacks = "", "".join(error.codes[:1]) if isinstance(error, UserError) else "", {}
+            if isinstance(error, processes.RankError):
+                details, ended = error.details, error.kind
+                stacks = {end.rank: end.stack for end in error.ends if end.kind == "hung"}
             deviations = self._until_it_failed(parts)
             return LayoutProof(
-                layout, world, time.perf_counter() - start, deviations, broken=_said(error), details=details,
-                remarks=self._remarks,
+                layout, world, time.perf_counter() - start, deviations, broken=_said(error), ended=ended,
+                details=details, stacks=stacks, remarks=self._remarks,
             )  # fmt: skip
         if (unlike := _unlike_batches(self.reference, ranks)) is not None:
             broken = (
@@ -220,7 +223,7 @@ class _Proof:
 
     @property
     def _remarks(self) -> list[str]:
-        without = listed(self.reference.ungraded)
+        without = first_of_many(self.reference.ungraded)
         return [f"no gradient in one process, so none is compared: {without}"] if without else []
 
     def _explained(

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from fivefold.foreign.adapter import Adapter, plain
 from fivefold.foreign.dropout import DROPOUTS
 from fivefold.foreign.measurement import Buffer, Call, Drop, Observation, Values
-from fivefold.foreign.modes import everywhere
 from fivefold.foreign.numbering import local
+from fivefold.foreign.torch_modes import everywhere
 
 _MAX_CALLS = 4000  # hooks of one step that are kept
 _NOTHING: Values = np.zeros((0, 2))

@@ -24,7 +24,7 @@ from fivefold.model.layers import TokenPositions
 from fivefold.parallel.collectives import all_gather, wait
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Microbatch
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 from fivefold.trainer.engine import RankModel
 
 

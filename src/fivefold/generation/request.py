@@ -18,12 +18,12 @@ from fivefold.launch import processes
 from fivefold.launch.local import check_sharing
 from fivefold.layout.layout import Layout
 from fivefold.spec.hf import END_NAMED_IN
-from fivefold.spec.kinds import CACHE
+from fivefold.spec.kinds import WANTED_CACHE
 from fivefold.support.dtypes import DTYPES
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.places import Place
 from fivefold.support.plugin_calls import ask
-from fivefold.support.ranges import SECONDS, misfit, within
+from fivefold.support.ranges import MAX_SECONDS, misfit, within
+from fivefold.support.storage_place import Place
 
 # ---- text -----------------------------------------------------------------------------------------------------------
 # Prompts to tokens and back: bytes, or a tokenizer.json.
@@ -190,7 +190,7 @@ def _model(request: Request, *, needs_text: bool) -> tuple[Job, Place, Generated
 
 def _check(request: Request, job: Job, prompts: list[list[int]]) -> None:
     problems = request.sampling.problems()
-    for kind in (kind for kind in job.model.branches if ask(kind, "cache", job.model, 1, wanted=CACHE) is None):
+    for kind in (kind for kind in job.model.branches if ask(kind, "cache", job.model, 1, wanted=WANTED_CACHE) is None):
         problems.append(
             f"{kind.name} of {job.model.name} keeps nothing of earlier tokens, so it cannot go on from them"
         )
@@ -199,7 +199,7 @@ def _check(request: Request, job: Job, prompts: list[list[int]]) -> None:
         check_sharing(job.train, job.layout.world)
     except UserError as error:
         problems += [problem.replace("train.share_gpu=", "--share-gpu ") for problem in error.problems]
-    limits = {"--count": within(1, 10_000_000), "--timeout": within(0.001, SECONDS)}
+    limits = {"--count": within(1, 10_000_000), "--timeout": within(0.001, MAX_SECONDS)}
     given = {"--count": request.count, "--timeout": request.timeout}
     outside = (misfit(name, given[name], allowed) for name, allowed in limits.items())
     problems += [Problem("option.range", sentence) for sentence in outside if sentence]

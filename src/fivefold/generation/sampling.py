@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fivefold.support.errors import Problem
-from fivefold.support.ranges import TOKENS, misfit, within
+from fivefold.support.ranges import MAX_TOKENS, misfit, within
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         found = [
             misfit("--temperature", self.temperature, within(1e-3, 1e6, "0 is greedy")) if sampled else None,
             misfit("--seed", self.seed, within(0, (1 << 63) - 1)),
-            misfit("--top-k", self.top_k, within(0, TOKENS, "0 means all")),
+            misfit("--top-k", self.top_k, within(0, MAX_TOKENS, "0 means all")),
             misfit("--top-p", self.top_p, within(1e-6, 1)),
         ]
         return [Problem("option.range", sentence) for sentence in found if sentence]

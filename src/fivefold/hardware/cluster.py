@@ -42,7 +42,7 @@ from fivefold.hardware.accelerators import (
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.parsing import Missing, path_of, read_toml
-from fivefold.support.ranges import RANKS, misfit, within
+from fivefold.support.ranges import MAX_RANKS, misfit, within
 from fivefold.support.text import bytes_text, did_you_mean, either
 
 # ---- short form -----------------------------------------------------------------------------------------------------
@@ -262,8 +262,8 @@ def _read_groups(places: list[tuple[str, Any]], problems: list[str]) -> tuple[Gr
     for where, group in places:
         with _gathering(problems, where):
             groups.append(_read_group(table_of(group) if isinstance(group, str) else group))
-    if (world := sum(group.world for group in groups)) > RANKS:
-        problems.append(Problem("cluster.size", f"{world} GPUs are more than {RANKS}"))
+    if (world := sum(group.world for group in groups)) > MAX_RANKS:
+        problems.append(Problem("cluster.size", f"{world} GPUs are more than {MAX_RANKS}"))
     if problems:
         raise UserError(problems)
     return tuple(groups)
@@ -315,7 +315,7 @@ def _read_count(key: str, value: Any) -> int:
     count = int(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value) else value
     if type(count) is not int or count < 1:
         raise UserError(f"{key}={value} must be a whole number of at least 1", "cluster.count")
-    if wrong := misfit(key, count, within(1, RANKS)):
+    if wrong := misfit(key, count, within(1, MAX_RANKS)):
         raise UserError(wrong, "cluster.count")
     return count
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from fivefold.layout.layout import SPACED, Layout, with_commas
+from fivefold.layout.layout import SPACES_HINT, Layout, with_commas
 from fivefold.support.dtypes import precision_of
 from fivefold.support.errors import Problem
 from fivefold.support.parsing import join
@@ -76,20 +76,24 @@ _SETTINGS = {
 }
 ALIASES = {word: setting for setting, words in _SETTINGS.items() for word in words.split()}
 NO_FP16 = "float16 would need a loss scale, which Fivefold does not have"
-_BATCH = "a microbatch has train.batch / (layout.dp x layout.microbatches) sequences; write these three"
-_EPOCHS = "a run is as long as its steps; write train.steps = epochs x tokens of the data / (train.batch x data.seq)"
-_RANKS = "ranks are started by --nproc, torchrun or srun; write --nproc {}"
-_CAPACITY = "experts have no capacity, and no token is dropped; leave it out"
+_BATCH_ANSWER = "a microbatch has train.batch / (layout.dp x layout.microbatches) sequences; write these three"
+_EPOCHS_ANSWER = (
+    "a run is as long as its steps; write train.steps = epochs x tokens of the data / (train.batch x data.seq)"
+)
+_RANKS_ANSWER = "ranks are started by --nproc, torchrun or srun; write --nproc {}"
+_CAPACITY_ANSWER = "experts have no capacity, and no token is dropped; leave it out"
 _WHOLE_EXPERTS = "an expert is whole on its rank; leave it out"
 _RECOMPUTE = "write layout.recompute=selective or layout.recompute=full"
-SAID: dict[str, str] = {  # what is no setting under another name
-    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size", "local_batch_size", "micro_batch"), _BATCH),
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_epochs"), _EPOCHS),
-    **dict.fromkeys(("nproc", "nproc_per_node", "world_size", "num_gpus", "gpus"), _RANKS),
+ANSWERS: dict[str, str] = {  # what is no setting under another name
+    **dict.fromkeys(
+        ("micro_batch_size", "per_device_train_batch_size", "local_batch_size", "micro_batch"), _BATCH_ANSWER
+    ),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_epochs"), _EPOCHS_ANSWER),
+    **dict.fromkeys(("nproc", "nproc_per_node", "world_size", "num_gpus", "gpus"), _RANKS_ANSWER),
     **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2"), "write both, as optimizer.betas=[0.9, 0.95]"),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "recompute_granularity"), _RECOMPUTE),
     "min_lr": "the last rate is a share of the peak; write optimizer.final=0.1",
-    **dict.fromkeys(("capacity_factor", "moe_expert_capacity_factor", "expert_capacity_factor"), _CAPACITY),
+    **dict.fromkeys(("capacity_factor", "moe_expert_capacity_factor", "expert_capacity_factor"), _CAPACITY_ANSWER),
     **dict.fromkeys(("expert_tensor_parallel_size", "expert_tensor_parallel_degree", "etp"), _WHOLE_EXPERTS),
     "fsdp": "sharded parameters are ZeRO 3; write layout.zero=3",
     "bf16": "write train.dtype=bfloat16",
@@ -120,8 +124,8 @@ def explain(table: dict[str, Any], sections: Keys, problems: list[str]) -> None:
 def meant(section: str, key: str, value: Any, sections: Keys) -> str | None:
     """What to write instead of a setting that is none; None if nobody calls anything so."""
     wrong, plain = f"{join(section, key)} is not a setting", _plain(key)
-    if plain in SAID:
-        return f"{wrong}: {SAID[plain].format(value)}"
+    if plain in ANSWERS:
+        return f"{wrong}: {ANSWERS[plain].format(value)}"
     homes = _homes(plain, sections)
     if not homes and not section:  # a name that is misspelt, and has no section
         known = dict.fromkeys((*sections, *ALIASES, *chain(*sections.values())))
@@ -143,10 +147,10 @@ def option_meant(name: str, words: Sequence[str], known: Sequence[str], takes: s
     write = ""
     if own := [option for option in known if set(homes) & set(_homes(_plain(option), sections))]:  # under another name
         write = f"{own[0]} {value}"
-    elif "KEY=VALUE" not in takes or ("{}" in SAID.get(key, "") and "--nproc" not in known):
+    elif "KEY=VALUE" not in takes or ("{}" in ANSWERS.get(key, "") and "--nproc" not in known):
         return None
-    elif key in SAID:
-        return f"{name} is not an option: {SAID[key].format(value)}"
+    elif key in ANSWERS:
+        return f"{name} is not an option: {ANSWERS[key].format(value)}"
     elif key == "layout" and key in sections:
         write = f"layout={with_commas(','.join([value.rstrip(','), *layout_parts(words[1:])]))}"
     elif key == "model" or value.endswith(".toml"):
@@ -186,7 +190,7 @@ def apart(words: Sequence[str], layout: str, how: str = "--layout ") -> list[str
     """Of a layout with spaces for commas, `--layout dp=8 zero=3`, quoted or not: how it is written in one piece."""
     parts = layout_parts(words) if layout else []
     joined = with_commas(",".join([layout.rstrip(", ") if parts else layout, *parts]))
-    apart_by = Problem("layout.spaces", f"{SPACED}; write {how}{joined}")
+    apart_by = Problem("layout.spaces", f"{SPACES_HINT}; write {how}{joined}")
     return [apart_by] if parts or joined != layout.strip() else []
 
 

@@ -18,7 +18,7 @@ from fivefold.data.base import DataSource
 from fivefold.data.shards import TokenShards
 from fivefold.job.aliases import apart, dtype_problem, explain
 from fivefold.job.listeners import LISTENERS, listener_problems, names_in
-from fivefold.job.table import NESTED, Table, apply, model_of
+from fivefold.job.table import NESTED_KEYS, Table, apply, model_of
 from fivefold.layout.layout import Layout, schedule_named
 from fivefold.losses import LOSSES
 from fivefold.losses.base import Loss
@@ -29,21 +29,21 @@ from fivefold.optim.base import OptimizerConfig, group_problems
 from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.registry import is_file
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.pattern import KINDS, named
+from fivefold.spec.pattern import KIND_REGISTRIES, names_in_pattern
 from fivefold.spec.presets import preset
 from fivefold.support.dtypes import Dtype, dtype_of
 from fivefold.support.errors import Note, Problem, UserError
-from fivefold.support.parsing import Missing, numbered, path_of, read, read_toml, toml_value, unknown_key
-from fivefold.support.places import remote_of
+from fivefold.support.parsing import Missing, number_problems, path_of, read, read_toml, toml_value, unknown_key
 from fivefold.support.plugins import Sections, find_value, is_plugin
-from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, outside, within
+from fivefold.support.ranges import MAX_SECONDS, MAX_STEPS, SEQUENCES, outside, within
+from fivefold.support.storage_place import remote_of
 from fivefold.support.text import did_you_mean
 
 Compile = Literal["auto", "on", "off"]
-Steps = Annotated[int, within(1, STEPS)]
-NoneOrMore = Annotated[int, within(0, STEPS, "0 means none")]
-EXAMPLES = Path(__file__).parent.parent / "examples"  # jobs that are installed with the package
-RECIPES = EXAMPLES.parent / "recipes"
+Steps = Annotated[int, within(1, MAX_STEPS)]
+NoneOrMore = Annotated[int, within(0, MAX_STEPS, "0 means none")]
+EXAMPLES_DIR = Path(__file__).parent.parent / "examples"  # jobs that are installed with the package
+RECIPES_DIR = EXAMPLES_DIR.parent / "recipes"
 BALANCE_RATE = 0.001  # DeepSeek-V3's (arXiv 2412.19437, section 4.2)
 
 
@@ -62,21 +62,21 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Backend of ranks that share a GPU. nccl: real NCCL over sockets, each rank posing as its own host; not for timing.
     share_gpu: Literal["gloo", "nccl"] = "gloo"
     compile: Compile = "auto"  # torch.compile of blocks and the loss; auto: on a GPU
-    fp8: bool = False  # products of blocks in 8-bit floats, with a scale for each tensor; not those of experts
-    fp8_experts: bool = False  # those of experts, with a scale for each row; weights' gradients stay in bfloat16
+    fp8: bool = False  # matmuls of blocks in 8-bit floats, with a scale for each tensor; not of experts
+    fp8_experts: bool = False  # matmuls of experts, with a scale for each row; weights' gradients stay in bfloat16
     deterministic: bool = True  # the same run twice gives the same bits; on CUDA that costs some (docs/speed.md)
     eval_every: NoneOrMore = 0  # steps between evaluations on the held-out split; 0: only at the end
     eval_samples: NoneOrMore = 64  # held-out sequences per evaluation
     log_every: Steps = 10  # steps between printed lines where there is no terminal
     count: bool = False  # count bytes held and sent, and FLOPs, in the second step, and print them at the end
-    timeout: Annotated[float, within(0.001, SECONDS)] = 600.0  # seconds that a rank waits for another
+    timeout: Annotated[float, within(0.001, MAX_SECONDS)] = 600.0  # seconds that a rank waits for another
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     save: bool = True  # false: never
     every: NoneOrMore = 100  # steps between checkpoints; the end of a run, and SIGTERM, always make one
-    keep: Annotated[int, within(1, STEPS, "checkpoint.save=false makes none")] = 2  # the newest that are kept
-    keep_every: NoneOrMore = 0  # and those of every so many steps; 0: none of them
+    keep: Annotated[int, within(1, MAX_STEPS, "checkpoint.save=false makes none")] = 2  # the newest that are kept
+    keep_every: NoneOrMore = 0  # also keeps the checkpoints whose step is a multiple of this; 0: none
     memory_every: NoneOrMore = 0  # steps between snapshots in memory that outlives ranks (docs/checkpoints.md); 0: none
     url: str = ""  # object storage that has them, such as s3://bucket/runs; empty: the run's directory
 
@@ -105,7 +105,7 @@ class ElasticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     least: Annotated[int, within(1, SEQUENCES)] = 1  # ranks; with fewer the run ends, and resumes when they are back
     fixed: str = ""  # settings that every layout keeps, such as tp=2,zero=1
     whole: str = ""  # the layout with all ranks, noted here by a run that has lost some; empty: the job's own
-    probe: Annotated[float, within(0.1, SECONDS)] = 30.0  # seconds between checks for lost ranks of this machine
+    probe: Annotated[float, within(0.1, MAX_SECONDS)] = 30.0  # seconds between checks for lost ranks of this machine
 
 
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -313,16 +313,18 @@ def _odd(widths: dict[str, int]) -> str:
     return ", ".join(f"{name}={width}" for name, width in widths.items() if width % 16)
 
 
-NAMED: dict[str, Sections[Any]] = {registry.section: registry for registry in (SOURCES, OPTIMIZERS, LOSSES)}
+NAMED_SECTIONS: dict[str, Sections[Any]] = {registry.section: registry for registry in (SOURCES, OPTIMIZERS, LOSSES)}
 SECTIONS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Job) if field.name != "model"}
 _SCHEDULES = ("layout", "layout.schedule")
 # How changes that name a plugin begin.
-NAMING = tuple(f"{name}=" for name in (*(its.setting for its in NAMED.values()), LISTENERS.setting, *_SCHEDULES))
-KEYS: dict[str, list[str]] = {  # of every section, and of tables in one
+NAMING_PREFIXES = tuple(
+    f"{name}=" for name in (*(its.setting for its in NAMED_SECTIONS.values()), LISTENERS.setting, *_SCHEDULES)
+)
+SECTION_KEYS: dict[str, list[str]] = {  # of every section, and of tables in one
     "model": ["preset", "config", *ModelSpec.__struct_fields__],
-    **{f"model.{name}": keys for name, keys in NESTED.items()},
+    **{f"model.{name}": keys for name, keys in NESTED_KEYS.items()},
     **{name: list(kind.__struct_fields__) for name, kind in SECTIONS.items()},
-    **{name: registry.keys() for name, registry in NAMED.items()},
+    **{name: registry.keys() for name, registry in NAMED_SECTIONS.items()},
 }
 
 
@@ -334,13 +336,14 @@ def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job
     """
     file = path_of(path) if path is not None else None
     table = _table_of(file) if file else {}
-    return resolve(table, changes, file.stem if file else "run", stored=file is not None and of_a_run(file))
+    return resolve(table, changes, file.stem if file else "run", stored=file is not None and lies_in_run(file))
 
 
-def of_a_run(file: Path) -> bool:
-    """Whether a job file lies in a run's directory, however deep: then it came with the run, and not from its user."""
+def lies_in_run(file: Path) -> bool:
+    """Whether a job file lies in a run's directory, at any depth: then it came with the run, not from its user."""
     for folder in {Path(os.path.abspath(file)).parent, file.resolve().parent}:
-        if "checkpoints" in folder.parts or os.path.lexists(folder / "checkpoints"):
+        here = ("checkpoints", "claim", "progress.json")
+        if "checkpoints" in folder.parts or any(os.path.lexists(folder / name) for name in here):
             return True
         # Further up only what no other directory has: that of a user's projects may well have one of checkpoints.
         above = ("metrics.jsonl", "environment.json")
@@ -367,10 +370,11 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     problems: list[str] = []
     layouts = [change.removeprefix("layout=") for change in changes if change.startswith("layout=")]
     problems += apart(changes, "".join(layouts[-1:]), "layout=")
+    before = {name: _name_in(table, registry) for name, registry in NAMED_SECTIONS.items()}
     for change in [] if problems else changes:
         apply(table, change, problems)
-    table = _moved(table)
-    given, after = {change.partition("=")[0] for change in changes}, list[str]()  # those of the model are said first
+    table = _move_loss_settings(table)
+    given, after = {change.partition("=")[0] for change in changes}, list[str]()  # the model's are reported first
 
     def kind(name: str, named: Callable[..., Any], *settings: str) -> Any:
         """The class of a section, whose plugins are imported if they may be; None where there is none."""
@@ -380,8 +384,15 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
             after.extend(error.coded)
             return None
 
-    kinds = {name: kind(name, registry.of, registry.setting) for name, registry in NAMED.items()}
-    explain(table, KEYS | {name: NAMED[name].keys(its) for name, its in kinds.items() if its}, problems)
+    kinds = {name: kind(name, registry.of, registry.setting) for name, registry in NAMED_SECTIONS.items()}
+    known = dict[str, list[str]]()
+    for section, registry in NAMED_SECTIONS.items():
+        its, was = kinds[section], before[section]
+        if its and was not in (None, _name_in(table, registry)):
+            _drop_settings_of(was, table[section], registry, its, given)
+        # Of a class that is not here nobody knows the settings.
+        known[section] = registry.keys(its) if its else [*table.get(section, ())]
+    explain(table, SECTION_KEYS | known, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
     kinds["layout"] = kind("layout", _layout_kind, *_SCHEDULES)
     kinds["run"] = kind("run", _run_kind, LISTENERS.setting)
@@ -399,8 +410,25 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     return Job(model=model, **sections)
 
 
-def _moved(table: Table) -> Table:
-    """The table with the loss's settings in their section: in the first releases they stood with those of training."""
+def _name_in(table: Table, registry: Sections[Any]) -> Any:
+    """What a table calls the class of a section; None if it does not say."""
+    section = table.get(registry.section)
+    return section.get(registry.key) if isinstance(section, dict) else None
+
+
+def _drop_settings_of(before: Any, section: Table, registry: Sections[Any], kind: type[Any], given: set[str]) -> None:
+    """Take out of a section what only the class had that it named before a change gave it another one."""
+    keys = registry.keys(kind)
+    dropped = [key for key in section if key not in keys and f"{registry.section}.{key}" not in given]
+    for key in dropped:
+        del section[key]
+    if dropped:
+        settings = ", ".join(f"{registry.section}.{key}" for key in dropped)
+        warnings.warn(Note(f"{settings} of {before} fell away: {section[registry.key]} does not have it"), stacklevel=3)
+
+
+def _move_loss_settings(table: Table) -> Table:
+    """The table with the loss's settings in their own section: in the first releases they were in [train]."""
     train, loss = table.get("train"), table.get("loss", {})
     if not isinstance(train, dict) or not isinstance(loss, dict):
         return table
@@ -412,30 +440,30 @@ def _moved(table: Table) -> Table:
 def _import_kinds(model: Any, problems: list[str], *, trusted: bool) -> None:
     """Import the plugins that a model's pattern names, if it is `trusted`; what cannot be used is taken out of it."""
     refused = set[tuple[str, str]]()  # a plugin in several entries is refused once
-    for number, place, name in named(model.get("pattern")) if isinstance(model, dict) else ():
+    for number, place, name in names_in_pattern(model.get("pattern")) if isinstance(model, dict) else ():
         if is_plugin(name) and (place, name) in refused:
             continue
         try:
-            KINDS[place].named(name, trusted=trusted)
+            KIND_REGISTRIES[place].named(name, trusted=trusted)
         except UserError as error:
-            problems += numbered(error.coded, f"model.pattern[{number}]")
+            problems += number_problems(error.coded, f"model.pattern[{number}]")
             model.pop("pattern", None)
             refused.add((place, name))
 
 
 def _file_of(path: Path) -> Path:
     """The file; where there is none, the example or recipe of that name that comes with the package."""
-    example = installed(path)
+    example = installed_job(path)
     if os.path.isfile(path) or example is None:
         return path
     warnings.warn(Note(f"there is no file {path} here; the job is Fivefold's own example {example}"), stacklevel=3)
     return example
 
 
-def installed(path: Path) -> Path | None:
+def installed_job(path: Path) -> Path | None:
     """The job of that name that comes with the package."""
     name = path.name.removesuffix(".toml") + ".toml"
-    homes = [home for home in (EXAMPLES, RECIPES) if path.parent in (Path(), Path(home.name))]
+    homes = [home for home in (EXAMPLES_DIR, RECIPES_DIR) if path.parent in (Path(), Path(home.name))]
     return next((home / name for home in homes if os.path.isfile(home / name)), None)
 
 
@@ -487,11 +515,14 @@ def _section(section: str, value: Any, problems: list[str], kind: Any) -> Any:
 
 def job_from(table: Table) -> Job:
     """A job as a checkpoint has it. The first releases knew one scaling of rotary positions, and did not name it."""
-    table = _moved(table)
-    model, own = table["model"], {name: registry.stored(table.get(name, {})) for name, registry in NAMED.items()}
+    table = _move_loss_settings(table)
+    model, own = (
+        table["model"],
+        {name: registry.stored(table.get(name, {})) for name, registry in NAMED_SECTIONS.items()},
+    )
     if scaling := model.get("rope_scaling"):
         model = model | {"rope_scaling": {"kind": "llama3"} | scaling}
-    others = {key: section for key, section in table.items() if key not in NAMED}
+    others = {key: section for key, section in table.items() if key not in NAMED_SECTIONS}
     return msgspec.structs.replace(msgspec.convert(others | {"model": model}, Job), **own)
 
 
@@ -515,8 +546,17 @@ def job_of(model: str | Path | ModelSpec | Job, changes: Sequence[str] = ()) -> 
     """A job for commands that ask about a model, and the keys that were given: a job file's batch and sequence are, and
     its dtype, where it has one.
 
-    `model` is a preset's name, a config.json or its directory, a job file, or an object; `changes` are KEY=VALUE.
+    `model` is a preset's name, a config.json or its directory, a job file, or an object; `changes` are KEY=VALUE. Its
+    optimizer and loss are checked as for training: what they hold and compute is planned.
     """
+    job, given = _job_of(model, changes)
+    others = {"model", *SECTIONS} - {"optimizer", "loss"}
+    if problems := job.problems(unread=others):
+        raise UserError(problems)
+    return job, given
+
+
+def _job_of(model: str | Path | ModelSpec | Job, changes: Sequence[str]) -> tuple[Job, set[str]]:
     strange = [change for change in changes if "=" not in change]
     if strange:
         example = "write KEY=VALUE, for example model.layers=40"
@@ -537,7 +577,7 @@ def job_of(model: str | Path | ModelSpec | Job, changes: Sequence[str] = ()) -> 
     if name.endswith(".toml"):
         table = _table_of(file := path_of(name))
         said = isinstance(train := table.get("train"), dict) and "dtype" in train
-        job = resolve(table, changes, file.stem, stored=of_a_run(file))
+        job = resolve(table, changes, file.stem, stored=lies_in_run(file))
         return job, of_a_job | ({"train.dtype"} if said else set())
     kind = "model.config" if os.path.exists(path_of(name)) or name.endswith(".json") else "model"
     return read_job(None, [f"{kind}={name}", *changes]), named

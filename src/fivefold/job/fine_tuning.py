@@ -1,8 +1,8 @@
 """A job that trains given weights further: a published recipe of full fine-tuning.
 
-    tuned(spec, Choice("bfloat16", "as the weights"))[0].optimizer.lr     # 5e-6 for a model of 8B parameters
+    fine_tuning_job(spec, Choice("bfloat16", "as the weights"))[0].optimizer.lr     # 5e-6 for a model of 8B parameters
 
-It is that of Tulu 3's supervised fine-tuning (arXiv 2411.15124), as its commands have it:
+The recipe is Tulu 3's supervised fine-tuning (arXiv 2411.15124), as its commands have it:
 https://github.com/allenai/open-instruct/blob/main/docs/tulu3.md. Rates of pretraining are some hundred times as high,
 and would undo what the weights know.
 """
@@ -19,15 +19,15 @@ from fivefold.optim.adamw import AdamW
 from fivefold.spec.model import ModelSpec
 from fivefold.support.text import si
 
-SOURCE = "https://github.com/allenai/open-instruct/blob/main/docs/tulu3.md"
-RATES = {"8B": (8.03e9, 5e-6), "70B": (70.6e9, 2e-6)}  # parameters and rate
+TULU_SOURCE = "https://github.com/allenai/open-instruct/blob/main/docs/tulu3.md"
+TULU_RATES = {"8B": (8.03e9, 5e-6), "70B": (70.6e9, 2e-6)}  # parameters and rate
 BATCH, SEQ, EPOCHS = 128, 4096, 2
-WARMUP = 0.03  # of the steps
+WARMUP_SHARE = 0.03  # of the steps
 
 
-def tuned(spec: ModelSpec, dtype: Choice, data: TokenStore | None = None) -> tuple[Job, dict[str, Choice]]:
+def fine_tuning_job(spec: ModelSpec, dtype: Choice, data: TokenStore | None = None) -> tuple[Job, dict[str, Choice]]:
     """The job, and where its settings come from."""
-    size = min(RATES, key=lambda size: abs(math.log(RATES[size][0] / spec.parameter_count)))
+    size = min(TULU_RATES, key=lambda size: abs(math.log(TULU_RATES[size][0] / spec.parameter_count)))
     seq = min(spec.context, SEQ)
     steps = TrainConfig().steps
     length = "of the data's size nothing is known yet"
@@ -36,13 +36,15 @@ def tuned(spec: ModelSpec, dtype: Choice, data: TokenStore | None = None) -> tup
         steps = max(1, -(-EPOCHS * tokens // (BATCH * seq)))
         length = f"{EPOCHS} epochs, as Tulu 3, of {si(tokens)} tokens"
     choices = {
-        "optimizer.lr": Choice(RATES[size][1], f"Tulu 3 {size}, supervised fine-tuning"),
+        "optimizer.lr": Choice(TULU_RATES[size][1], f"Tulu 3 {size}, supervised fine-tuning"),
         "optimizer.betas": Choice((0.9, 0.999), "PyTorch's, as Tulu 3"),
         "optimizer.weight_decay": Choice(0.0, "Tulu 3"),
         "optimizer.schedule": Choice("wsd", "with decay = 1, a line down from the warm-up on: Tulu 3"),
         "optimizer.decay": Choice(1.0, ""),
         "optimizer.final": Choice(0.0, "Tulu 3"),
-        "optimizer.warmup": Choice(max(1, round(WARMUP * steps)), f"steps: {WARMUP:.0%} of them, as Tulu 3"),
+        "optimizer.warmup": Choice(
+            max(1, round(WARMUP_SHARE * steps)), f"steps: {WARMUP_SHARE:.0%} of them, as Tulu 3"
+        ),
         "data.seq": Choice(seq, "tokens: Tulu 3" if seq == SEQ else f"tokens: the context of {spec.name}"),
         "train.batch": Choice(BATCH, "sequences: Tulu 3"),
         "train.steps": Choice(steps, length),

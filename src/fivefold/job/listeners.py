@@ -22,7 +22,7 @@ from fivefold.support.plugins import Registry
 
 
 class RunListener:
-    """Each method does nothing, until a subclass has another. Records are those of metrics.jsonl."""
+    """Each method does nothing, until a subclass overrides it. Records are the lines of metrics.jsonl."""
 
     def start(self, job: Any, directory: Path, step: int) -> None:
         """Before the first step of a start: the job, the run's directory, and how many steps earlier starts made."""
@@ -114,7 +114,7 @@ LISTENERS = Registry("run.listeners", RunListener, {"tensorboard": TensorBoard})
 
 
 def listener_problems(names: Sequence[str], *, trusted: bool = False) -> list[str]:
-    """What is wrong with those of a job, which are imported if they are `trusted`; else, which were not imported."""
+    """Problems of a job's listeners, which are imported if `trusted`; else, the listeners that were not imported."""
     problems = []
     for name in names:
         try:

@@ -12,10 +12,10 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.stages import schedule_of
 from fivefold.schedules.check import prove
-from fivefold.support.errors import Problem, UserError, absent, needs
+from fivefold.support.errors import Problem, UserError, missing_package_sentence, not_installed
 from fivefold.support.parsing import path_of
-from fivefold.support.places import remote_of
 from fivefold.support.progress import Report, quiet
+from fivefold.support.storage_place import remote_of
 from fivefold.support.text import si
 
 MAX_BUILT_IN = 100_000_000  # parameters of the largest model that trains on the standard library's source
@@ -28,12 +28,12 @@ def preflight(job: Job, world: int, progress: Report = quiet) -> Splits:
     `progress` is told how far the hashing of the data is.
     """
     problems = job_problems(job, world)
-    if absent("torch"):
-        problems.append(Problem("install.torch", needs("torch")))
-    if "tensorboard" in job.run.heard and absent("tensorboard"):
+    if not_installed("torch"):
+        problems.append(Problem("install.torch", missing_package_sentence("torch")))
+    if "tensorboard" in job.run.heard and not_installed("tensorboard"):
         how = 'pip install "fivefold[tensorboard]"'
         problems.append(Problem("install.tensorboard", f"the listener tensorboard needs tensorboard: {how}"))
-    if not problems and job.checkpoint.url and (missing := remote_of(job.checkpoint.url).missing):
+    if not problems and job.checkpoint.url and (missing := remote_of(job.checkpoint.url).missing_package_message):
         problems.append(Problem("install.storage", f"checkpoint.url={missing}"))
     try:
         problems += run_directory_problems(path_of(job.run.dir))

@@ -15,7 +15,7 @@ from fivefold.job.config import Job
 from fivefold.optim.lr_schedule import learning_rate
 from fivefold.support.errors import Problem
 from fivefold.support.parsing import toml_value
-from fivefold.support.places import Place
+from fivefold.support.storage_place import Place
 
 FREE = "free"  # no number of the curve changes, or only its last bits
 MEANT = "meant"  # other samples, or other updates from here on: refused unless the directory was named
@@ -24,7 +24,7 @@ NEVER = "never"  # the weights of another function
 
 # Of a whole section, and of settings that differ from it. What is not named is as strict as its section.
 RULES = {
-    "model": NEVER,  # other shapes, or another function of the same shapes: other experts chosen, too
+    "model": NEVER,  # other shapes, or another function of the same shapes, such as another choice of experts
     "model.name": FREE,
     "model.dropout": MEANT,  # the model is the same, and its training is not
     "model.init_std": MEANT,  # without effect from here on: whoever changes it means another run
@@ -47,8 +47,8 @@ RULES = {
     "trace": FREE,
     "run": FREE,
 }
-_SHOWN = 6  # differences in a sentence
-_LOOKS = 1000  # steps at which two curves are compared
+_MAX_SHOWN = 6  # differences in a sentence
+_COMPARED_STEPS = 1000  # steps at which two curves are compared
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ def changes(before: Job, now: Job, tokens: tuple[str, str] = ("", "")) -> list[C
 
 
 def flat(table: dict[str, Any]) -> dict[str, Any]:
-    """A section in which the settings of a table have its name before theirs: experts.top_k."""
+    """A section in which the settings of a table have its name before theirs: experts.top_k. Tuples are lists, as files
+    have them: a stored class that nobody imported does not know which it had."""
+    table = {key: [*value] if isinstance(value, tuple) else value for key, value in table.items()}
     inner = (
         (f"{key}.{name}", it) for key, value in table.items() if isinstance(value, dict) for name, it in value.items()
     )
@@ -95,12 +97,16 @@ def rule_of(key: str) -> str:
     return RULES.get(key) or RULES[key.partition(".")[0]]
 
 
-def refusals(before: Job, now: Job, done: int, differing: list[Change], directory: Place, named: bool) -> list[str]:
+def resume_problems(
+    before: Job, now: Job, done: int, differing: list[Change], directory: Place, *, named: bool
+) -> list[str]:
     """Why a job may not go on with a run that has made `done` steps; `named`: the directory was given by name."""
     own = "--fresh" if named else "run.name=NAME or --fresh"
     never = [change for change in differing if change.rule == NEVER]
     if never:
-        other = f"{directory} has another model: {_listed(never)}; {own} trains this one in a directory of its own"
+        other = (
+            f"{directory} has another model: {_changes_text(never)}; {own} trains this one in a directory of its own"
+        )
         return [Problem("run.resume.model", other)]
     if not done:  # imported weights have no curve yet
         return []
@@ -108,9 +114,9 @@ def refusals(before: Job, now: Job, done: int, differing: list[Change], director
         return [
             Problem(
                 "run.resume.settings",
-                f"{directory} was trained with other settings: {_listed(meant)}; {own} trains this job in a directory "
-                f"of its own, and 'fivefold train {directory}' resumes the job that is there, which KEY=VALUE "
-                "after it changes",
+                f"{directory} was trained with other settings: {_changes_text(meant)}; {own} trains this job in a "
+                f"directory of its own, and 'fivefold train {directory}' resumes the job that is there, which "
+                "KEY=VALUE after it changes",
             )
         ]
     return _rate(before, now, done)
@@ -128,7 +134,7 @@ def bends(before: Job, now: Job, done: int) -> bool:
     stretched = msgspec.structs.replace(old, schedule_steps=new.schedule_steps)
     return any(
         learning_rate(old, step, before.train.steps) != learning_rate(stretched, step, now.train.steps)
-        for step in {*range(0, done, max(1, done // _LOOKS)), done - 1}
+        for step in {*range(0, done, max(1, done // _COMPARED_STEPS)), done - 1}
     )
 
 
@@ -155,9 +161,9 @@ def _way(before: float, now: float) -> str:
     return f"stays at {now:.3g}" if before == now else f"goes from {before:.3g} to {now:.3g}"
 
 
-def _listed(differing: list[Change]) -> str:
-    more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-    return ", ".join(map(str, differing[:_SHOWN])) + more
+def _changes_text(differing: list[Change]) -> str:
+    more = f" and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
+    return ", ".join(map(str, differing[:_MAX_SHOWN])) + more
 
 
 def _text(value: Any) -> str:

@@ -14,7 +14,7 @@ from fivefold.layout.layout import Layout
 from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
 from fivefold.spec.hf import read_hf_config
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.presets import PRESETS, TOYS, preset
+from fivefold.spec.presets import PRESETS, TOY_PRESETS, preset
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.parsing import parse_toml, path_of, read, unknown_key
 
@@ -65,9 +65,11 @@ def _expand(section: str, text: str, problems: list[str]) -> Table:
 # The model of a job: a preset, a Hugging Face config, or all its numbers.
 
 
-TAG = "kind"  # tells tables apart where a key may hold one of several
-_TABLES = {"experts": (Experts,), "mla": (LatentSpec,), "rope_scaling": (RopeScaling, Yarn)}
-NESTED = {key: [*chain(*(kind.__struct_fields__ for kind in kinds)), TAG] for key, kinds in _TABLES.items()}  # settings
+KIND_KEY = "kind"  # tells tables apart where a key may hold one of several
+_TABLE_KINDS = {"experts": (Experts,), "mla": (LatentSpec,), "rope_scaling": (RopeScaling, Yarn)}
+NESTED_KEYS = {
+    key: [*chain(*(kind.__struct_fields__ for kind in kinds)), KIND_KEY] for key, kinds in _TABLE_KINDS.items()
+}  # settings
 
 
 def model_of(value: Any, data: DataSource | None, problems: list[str], *, of_its_own: bool) -> ModelSpec | None:
@@ -97,17 +99,17 @@ def model_of(value: Any, data: DataSource | None, problems: list[str], *, of_its
         elif bases:  # a preset leaves out what is derived from others, so that it follows them
             name = str(table["preset"])
             preset(name)  # names the nearest where there is none
-            vocab = vocab_of(data) if data is not None and name in TOYS else None
+            vocab = vocab_of(data) if data is not None and name in TOY_PRESETS else None
             base = {"name": name} | PRESETS[name] | ({} if vocab is None else {"vocab": vocab})
     except UserError as error:
         problems += error.coded
         return None
-    for key in NESTED.keys() & fields.keys():
+    for key in NESTED_KEYS.keys() & fields.keys():
         given, usual = fields[key], msgspec.to_builtins(base.get(key)) or {}
-        if isinstance(given, dict) and given.get(TAG, usual.get(TAG)) == usual.get(TAG):
+        if isinstance(given, dict) and given.get(KIND_KEY, usual.get(KIND_KEY)) == usual.get(KIND_KEY):
             fields[key] = usual | given  # a preset's, and what changes it
         elif given is not None and not isinstance(given, dict):
-            write = f"write model.{key}.{NESTED[key][0]}=... and the like, or take a preset without {key}"
+            write = f"write model.{key}.{NESTED_KEYS[key][0]}=... and the like, or take a preset without {key}"
             problems.append(Problem(f"model.{key}.type", f"model.{key}={given!r} is not a table; {write}"))
             return None
     return read(ModelSpec, base | fields, "model", problems)

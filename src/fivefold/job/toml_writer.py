@@ -18,7 +18,7 @@ from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.parsing import toml_value
 from fivefold.support.text import printable
 
-WIDTH = 110
+LINE_WIDTH = 110
 
 
 def commented_toml(
@@ -31,7 +31,7 @@ def commented_toml(
     lines = [line for paragraph in head for line in comment(paragraph)]
     tables = {"model": model_table(job.model)}
     for section in SECTIONS:
-        tables[section] = dict(_said(job, section, why))
+        tables[section] = dict(_written_settings(job, section, why))
     for section, table in tables.items():
         hint = (hints or {}).get(section, "")
         if not table and not hint:
@@ -64,7 +64,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in msgspec.to_builtins(values).items() if value is not None}
 
 
-def _said(job: Job, section: str, why: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+def _written_settings(job: Job, section: str, why: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     value = getattr(job, section)
     if section == "layout":
         yield from value.given().items()
@@ -82,13 +82,13 @@ def _line(key: str, value: Any, why: str) -> list[str]:
     setting = f"{key} = {_text(value)}"
     if not why:
         return [setting]
-    if len(beside := f"{setting:22}  {''.join(comment(why))}") <= WIDTH:
+    if len(beside := f"{setting:22}  {''.join(comment(why))}") <= LINE_WIDTH:
         return [beside]
     return [*comment(why), setting]
 
 
 def comment(text: str) -> list[str]:
-    return [f"# {line}" for line in textwrap.wrap(printable(text), WIDTH - 2, break_on_hyphens=False)]
+    return [f"# {line}" for line in textwrap.wrap(printable(text), LINE_WIDTH - 2, break_on_hyphens=False)]
 
 
 def _text(value: Any) -> str:

@@ -19,8 +19,13 @@ from fivefold.labs.zero.lab import LAB as ZERO
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.support.errors import UserError
 from fivefold.support.text import did_you_mean
+from fivefold.version import __version__
 
 LABS: tuple[Lab, ...] = (LINEAR, ATTENTION, SEQUENCE, DATA_PARALLEL, ZERO, PIPELINE, SCHEDULE, RING, EXPERTS, DECISION)
+
+
+STATEMENT = "README.md"
+_WRITTEN = "\nWritten by Fivefold "
 
 
 def lab_of(name: str) -> Lab:
@@ -32,20 +37,22 @@ def lab_of(name: str) -> Lab:
 
 def lab_in(folder: Path) -> tuple[Lab, Path]:
     """The lab whose file lies in a directory, or is named itself."""
-    if folder.is_file():
+    names = ", ".join(lab.file for lab in LABS)
+    if not folder.is_dir():
         found = [lab for lab in LABS if lab.file == folder.name]
-        if found:
+        if found and folder.is_file():
             return found[0], folder
+        if folder.exists():
+            what = f"is not called as the file of a lab is ({names})"
+            raise UserError(f"{folder} {what}; rename it, or name the directory", "lab.folder")
     files = [(lab, folder / lab.file) for lab in LABS if (folder / lab.file).is_file()]
     if len(files) == 1:
         return files[0]
-    names = ", ".join(lab.file for lab in LABS)
     if files:
         several = " and ".join(file.name for _, file in files)
         raise UserError(f"{folder} has {several}; name the file to check", "lab.folder")
-    raise UserError(
-        f"{folder} has no file of a lab ({names}); `fivefold lab start NAME {folder}` writes one", "lab.folder"
-    )
+    what = f"has no file of a lab ({names})" if folder.is_dir() else "is not there"
+    raise UserError(f"{folder} {what}; `fivefold lab start NAME {folder}` writes one", "lab.folder")
 
 
 @dataclass(frozen=True)
@@ -84,10 +91,33 @@ class StartedLab(Result):
 def start_lab(name: str, folder: Path) -> StartedLab:
     """Write a lab's statement and starter into a directory; nothing that lies there is replaced."""
     lab = lab_of(name)
-    places = {"README.md": folder / "README.md", f"starter{lab.suffix}": folder / lab.file}
-    if there := [path for path in places.values() if path.exists()]:
-        raise UserError(f"{there[0]} is there already; name another directory", "lab.exists")
-    folder.mkdir(parents=True, exist_ok=True)
-    for source, path in places.items():
-        path.write_text((lab.home / source).read_text())
-    return StartedLab(lab, tuple(places.values()))
+    texts = {folder / STATEMENT: statement(lab), folder / lab.file: (lab.home / f"starter{lab.suffix}").read_text()}
+    try:
+        if there := [path for path in (folder, *texts) if path.exists() and (path != folder or not path.is_dir())]:
+            raise UserError(f"{there[0]} is there already; name another directory", "lab.exists")
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in texts.items():
+            path.write_text(text)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"{folder} cannot be written: {reason}; name another directory", "lab.write") from error
+    return StartedLab(lab, tuple(texts))
+
+
+def statement(lab: Lab) -> str:
+    """The statement that a student gets; its last line says which version wrote it."""
+    return f"{(lab.home / STATEMENT).read_text()}{_WRITTEN}{__version__}.\n"
+
+
+def other_statement(lab: Lab, file: Path) -> Iterator[str]:
+    """A sentence where the statement beside an answer is that of another version, and not today's."""
+    try:
+        text, found, version = (file.parent / STATEMENT).read_text().rpartition(_WRITTEN)
+    except (OSError, UnicodeDecodeError):
+        return
+    version = version.strip().removesuffix(".")
+    if found and version != __version__ and text != (lab.home / STATEMENT).read_text():
+        yield (
+            f"{STATEMENT} is the statement of Fivefold {version}, and the check is that of {__version__}: "
+            f"`fivefold lab start {lab.name} NEW` writes today's"
+        )

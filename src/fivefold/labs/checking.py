@@ -10,19 +10,21 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fivefold.foreign.adapter import layout_text
+from fivefold.foreign.adapter import AdapterFile, layout_text, parse_layout
 from fivefold.foreign.layout_proof import LayoutProof
-from fivefold.foreign.verify import verify_adapter
-from fivefold.labs.catalogue import lab_in
+from fivefold.foreign.measurement import Settings
+from fivefold.foreign.verify import AdapterProof
+from fivefold.labs.catalogue import lab_in, other_statement
+from fivefold.labs.ends import FINAL, ended
 from fivefold.labs.lab import Case, FileVerdict, Lab
-from fivefold.labs.messages import ANSWER, FOLDER, LabMessage, busiest, read, stuck, sums, told, wire_of
+from fivefold.labs.messages import ANSWER, FOLDER, LabMessage, busiest, read, sums, told, unwritten, wire_of
 from fivefold.labs.probes import differences
 from fivefold.render.blocks import Block, Result, Table, Text, mark
-from fivefold.support.text import counted
+from fivefold.support.ranges import seconds
+from fivefold.support.text import plural
 
 TIMEOUT = 30.0  # seconds of one layout: a check has a dozen, and a minute
 _SHOWN = 3  # differences that are told of a layout
@@ -41,22 +43,34 @@ class Outcome:
     def passed(self) -> bool:
         return not self.problems
 
+    @property
+    def final(self) -> bool:
+        """Whether there is no use in running the other layouts."""
+        return self.proof.ended in FINAL
+
 
 @dataclass(frozen=True)
 class LabCheck(Result):
     lab: Lab
     outcomes: tuple[Outcome, ...]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def left(self) -> int:
+        """Layouts that were not run, because one before them could not end."""
+        return self.lab.layouts - len(self.outcomes)
 
     @property
     def ok(self) -> bool:  # type: ignore[override]
-        return all(outcome.passed for outcome in self.outcomes)
+        return not self.left and all(outcome.passed for outcome in self.outcomes)
 
     @property
     def summary(self) -> str:
         wrong = sum(not outcome.passed for outcome in self.outcomes)
-        count = counted(len(self.outcomes), "layout")
+        count = plural(len(self.outcomes), "layout")
         if wrong:
-            return f"{self.lab.name}: {wrong} of {count} {'is' if wrong == 1 else 'are'} not right yet"
+            left = f"; {plural(self.left, 'other')} {'was' if self.left == 1 else 'were'} not run" if self.left else ""
+            return f"{self.lab.name}: {wrong} of {count} {'is' if wrong == 1 else 'are'} not right yet{left}"
         worst = max((d.error for one in self.outcomes for d in one.proof.deviations), default=0.0)
         return f"{self.lab.name} is solved: {count} = one process within {worst:.1e}"
 
@@ -64,7 +78,8 @@ class LabCheck(Result):
         rows = [{"case": one.case.model, "layout": one.proof.layout, "passed": one.passed, "problems": [*one.problems],
                  "sent": {kind: {"calls": calls, "bytes": size} for kind, (calls, size) in sums(one.sent).items()}}
                 for one in self.outcomes]  # fmt: skip
-        return {"lab": self.lab.name, "passed": self.ok, "summary": self.summary, "layouts": rows}
+        head = {"lab": self.lab.name, "passed": self.ok, "summary": self.summary}
+        return {**head, "layouts": rows, "remarks": [*self.remarks]}
 
     def blocks(self) -> Iterator[Block]:
         rows = [
@@ -77,43 +92,50 @@ class LabCheck(Result):
                 if problem not in said:  # the same in several layouts
                     yield Text(f"{one.case.model}, {layout_text(one.proof.layout)}: {problem}", "bad")
                     said.append(problem)
+        for remark in self.remarks:
+            yield Text(remark)
         yield Text(self.summary, "good" if self.ok else "bad")
 
 
 def check_lab(
-    answer: str | Path, *, timeout: float = TIMEOUT,
+    answer: str | Path, *, timeout: float = TIMEOUT, first: bool = False,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> LabCheck | FileVerdict:  # fmt: skip
     """Hold a student's answer to a lab against one process, in every layout of the lab.
 
     `answer` is the file, or the directory that `fivefold lab start` wrote; `timeout` is each layout's, in seconds.
+    `first` ends the check at the first layout that is wrong.
     """
+    seconds("--timeout", timeout)
     lab, file = lab_in(Path(answer))
     if lab.read is not None:
         return lab.read(lab, file)
-    total = sum(len(case.layouts) for case in lab.cases)
     outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory(prefix="fivefold-lab-") as home:
+    remarks = tuple(other_statement(lab, file))
+    with tempfile.TemporaryDirectory(prefix="fivefold-lab-", ignore_cleanup_errors=True) as home:
         for case in lab.cases:
             folder = Path(home) / case.model
             folder.mkdir()
-            shown = partial(_progress, progress, len(outcomes), total)
             with answered_by(file, folder):
-                check = f"{lab.home / 'check.py'}:{case.model}"
-                found = verify_adapter(check, case.layouts, timeout=timeout, steps=lab.steps, progress=shown)
-            outcomes += [_outcome(lab, case, proof, folder) for proof in found.proofs]
-            if any(_unwritten(outcome) for outcome in outcomes):
-                break  # a hole is a hole in all of them
-    return LabCheck(lab, tuple(outcomes))
+                for outcome in _of_case(
+                    lab, case, folder, timeout, lambda what: progress(len(outcomes), lab.layouts, what)
+                ):
+                    outcomes.append(outcome)
+                    if outcome.final or (first and not outcome.passed):
+                        return LabCheck(lab, tuple(outcomes), remarks)
+    return LabCheck(lab, tuple(outcomes), remarks)
 
 
-def _progress(show: Callable[[int, int, str], None], before: int, total: int, done: int, of: int, what: str) -> None:
-    """Of one case, as a part of all."""
-    show(min(before + max(0, done - 1), total), total, what)
-
-
-def _unwritten(outcome: Outcome) -> bool:
-    return any(problem.endswith("is not written yet") for problem in outcome.problems)
+def _of_case(lab: Lab, case: Case, folder: Path, timeout: float, before: Callable[[str], None]) -> Iterator[Outcome]:
+    """Each layout of a case, against one process that is run once."""
+    place = AdapterFile(lab.home / "check.py", case.model)
+    before("one process")
+    proof = AdapterProof(place, Settings(lab.steps, "cpu"), timeout, folder)
+    described = proof.describe([parse_layout(layout) for layout in case.layouts])
+    proof.refer()
+    for layout, world, known in described.cases:
+        before(layout_text(layout))
+        yield _outcome(lab, case, proof.prove(layout, world, known), folder)
 
 
 def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
@@ -123,10 +145,11 @@ def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
     # What differs first on the way forward says more than the gradients that follow from it.
     on_the_way = [_hinted(lab, text) for text in differences(folder, proof.layout, proof.world, case.probes)]
     if proof.broken:
-        hang = stuck(messages) if "gave no answer" in proof.broken else ""
-        problems = [hang or proof.broken, *on_the_way]
+        problems = [_hinted(lab, ended(proof, lab.file, messages)), *on_the_way]
     elif not proof.passed:
         problems = on_the_way or _causes(lab, proof)
+    elif lost := unwritten(messages):
+        problems = [lost]
     else:
         problems = on_the_way or _too_much(sent, case.needs(layout) if case.needs else None)
         if case.judge and (text := case.judge(messages)):
@@ -137,7 +160,7 @@ def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
 def _causes(lab: Lab, proof: LayoutProof) -> list[str]:
     """Why gradients differ, in the words of the lab, or in general ones."""
     causes = [_hinted(lab, cause.text, cause.likely) for cause in proof.causes if not cause.text.startswith(_VAGUE)]
-    return causes[:_SHOWN] or [str(deviation) for deviation in proof.failed[:_SHOWN]]
+    return causes[:_SHOWN] or [_hinted(lab, str(deviation)) for deviation in proof.failed[:_SHOWN]]
 
 
 _VAGUE = ("before they are reduced", "forward:")  # of verify, where the frameworks' own modules are looked into

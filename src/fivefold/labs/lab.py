@@ -24,6 +24,11 @@ class Case(NamedTuple):
     judge: Callable[[Sequence[Sequence[LabMessage]]], str] | None = None  # of the messages, where numbers are right
 
 
+def along(axis: str) -> Callable[[int], dict[str, int]]:
+    """All ranks along one axis."""
+    return lambda ranks: {axis: ranks}
+
+
 class Hint(NamedTuple):
     """What a difference means in this lab: said after a finding, or a cause, that has all of these words."""
 
@@ -76,7 +81,8 @@ class Lab:
     cases: tuple[Case, ...] = ()
     hints: tuple[Hint, ...] = ()
     steps: int = 1
-    bench: str | None = None  # the axis along which its `bench` is timed
+    bench: Callable[[int], dict[str, int]] | None = None  # the layout of so many ranks, in which it is timed
+    bubble: Callable[[int], float] | None = None  # of that step, by the simulator
     suffix: str = ".py"
     read: Callable[["Lab", Path], FileVerdict] | None = None  # of an answer that is a file to read
 
@@ -84,6 +90,11 @@ class Lab:
     def home(self) -> Path:
         """Where its statement, its starter and its check lie."""
         return HOME / self.name
+
+    @property
+    def layouts(self) -> int:
+        """How many a check runs."""
+        return sum(len(case.layouts) for case in self.cases)
 
     @property
     def file(self) -> str:

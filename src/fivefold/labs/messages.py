@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from fivefold.cost.collective_time import Kind, wire
-from fivefold.support.text import counted
+from fivefold.support.text import plural
 
 ANSWER = "FIVEFOLD_LAB_FILE"  # in the environment of ranks: the student's file
 FOLDER = "FIVEFOLD_LAB_MESSAGES"  # and where each of them writes its messages
 _DIRECT = ("send", "receive")
-# The end; all gradients are there; elements of an optimizer's state, as payload; a stage's forward and its backward.
-MARKS = ("end", "backward", "state", "F", "B")
+# The end; all gradients are there; elements of an optimizer's state, as payload; a stage's forward and its backward; a
+# wait for a collective.
+MARKS = ("end", "backward", "state", "F", "B", "wait")
 
 
 class LabMessage(NamedTuple):
@@ -45,13 +46,28 @@ class LabMessage(NamedTuple):
 
 def read(folder: Path, layout: str, world: int) -> list[list[LabMessage]]:
     """By rank; what a rank was writing when it was ended is left out."""
-    ranks = []
-    for rank in range(world):
-        file = folder / f"{layout}-{rank}.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("}")]
-        ranks.append([LabMessage(**{**row, "ranks": tuple(row.get("ranks", ()))}) for row in rows])
-    return ranks
+    files = [folder / f"{layout}-{rank}.jsonl" for rank in range(world)]
+    texts = [file.read_text(errors="replace") if file.exists() else "" for file in files]
+    return [[message for line in text.splitlines() for message in _read(line)] for text in texts]
+
+
+def _read(line: str) -> list[LabMessage]:
+    """The message in a line; an answer can write other lines into the file."""
+    try:
+        row = json.loads(line)
+        return [LabMessage(str(row["kind"]), int(row["payload"]), tuple(row.get("ranks", ())), row.get("peer"))]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []
+
+
+def unwritten(ranks: Sequence[Sequence[LabMessage]]) -> str:
+    """A rank of which it is not known what it sent, though it is through."""
+    rank = next((rank for rank, messages in enumerate(ranks) if not any(one.kind == "end" for one in messages)), None)
+    if rank is None:
+        return ""
+    return (
+        f"what rank {rank} sends is not known: its messages are written into a file, which the answer must leave alone"
+    )
 
 
 def busiest(ranks: Sequence[Sequence[LabMessage]]) -> list[LabMessage]:
@@ -83,6 +99,8 @@ def stuck(ranks: Sequence[Sequence[LabMessage]]) -> str:
         if message.kind not in _DIRECT or message.peer is None:
             continue
         peer = message.peer
+        if not 0 <= peer < len(ranks):
+            return f"rank {rank} waits in {message}, and there are ranks 0 to {len(ranks) - 1}"
         other = last.get(peer)
         if other is None:
             return f"rank {rank} waits in {message}, and rank {peer} has sent and received nothing"
@@ -123,6 +141,20 @@ def _unlike_collectives(ranks: Sequence[Sequence[LabMessage]], last: Mapping[int
     return ""
 
 
+def unlike(ranks: Sequence[Sequence[LabMessage]]) -> str:
+    """The first collective of all ranks that is not the same one on each of them; empty if there is none."""
+    everyone = tuple(range(len(ranks)))
+    calls = [[one for one in messages if one.ranks == everyone and one.kind not in _DIRECT] for messages in ranks]
+    for number, row in enumerate(zip(*calls, strict=False), 1):
+        if row[0].kind == row[-1].kind == "all-to-all":  # in which ranks send what they have
+            continue
+        odd = next((rank for rank, one in enumerate(row) if one != row[0]), 0)
+        if odd:
+            differ = f"collective number {number} is {row[0]} on rank 0, and {row[odd]} on rank {odd}"
+            return f"{differ}: ranks of a group call the same ones in the same order"
+    return ""
+
+
 def _matching(messages: Sequence[LabMessage], kind: str, peer: int) -> str:
     wanted = "send" if kind == "receive" else "receive"
     return f"{sum(one.kind == wanted and one.peer == peer for one in messages)}"
@@ -130,5 +162,5 @@ def _matching(messages: Sequence[LabMessage], kind: str, peer: int) -> str:
 
 def told(messages: Sequence[LabMessage]) -> str:
     """`2 all-reduces with 3,072 bytes`"""
-    parts = [f"{counted(calls, kind)} with {payload:,} bytes" for kind, (calls, payload) in sums(messages).items()]
+    parts = [f"{plural(calls, kind)} with {payload:,} bytes" for kind, (calls, payload) in sums(messages).items()]
     return ", ".join(parts) or "nothing"

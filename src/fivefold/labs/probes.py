@@ -46,6 +46,8 @@ def _shape(truth: Values, ranks: Sequence[Values], dim: int | None) -> str:
     if dim is None:
         odd = [rank for rank, own in enumerate(ranks) if own.shape != truth.shape]
         return f"has the shape {ranks[odd[0]].shape} on rank {odd[0]}; it should be {truth.shape}" if odd else ""
+    if all(own.shape == truth.shape for own in ranks):
+        return f"is whole on every rank, {truth.shape}: each is to have its part of dimension {dim}"
     shapes = " and ".join(dict.fromkeys(str(own.shape) for own in ranks))
     wanted = f"is to be {truth.shape} when its parts are joined in dimension {dim}, and these are {shapes}"
     try:
@@ -67,12 +69,12 @@ def _difference(truth: Values, ranks: Sequence[Values], layout: Layout) -> str:
     own = ranks[wrong[0]]
     if not np.isfinite(own).all():
         return f"has {int((~np.isfinite(own)).sum()):,} elements that are nan or infinite{where}"
-    if _close(_centred(own), _centred(truth)):
+    if truth.ndim > 1 and _close(_centred(own), _centred(truth)):
         return f"is off by the same row for every token{where}: by a bias"
-    for view in (np.asarray, _centred):  # a bias may be added before or after what went wrong
+    for view in (np.asarray, _centred)[: truth.ndim]:  # a bias may be added before or after what went wrong
         if text := _scaled(view(truth), [view(values) for values in ranks], wrong[0], layout):
             return text + where
-    if _columns(own) == _columns(truth):
+    if truth.ndim > 1 and _columns(own) == _columns(truth):
         return f"has the right features in another order{where}"
     places = np.argwhere(np.abs(own - truth) > _FITS * (float(np.abs(truth).max(initial=0.0)) or 1.0))
     first = ", ".join(map(str, places[0]))

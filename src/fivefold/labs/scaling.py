@@ -14,9 +14,9 @@ from fivefold.labs.lab import Lab
 from fivefold.launch import processes
 from fivefold.launch.host import cores
 from fivefold.render.blocks import Block, Drawing, Result, Table, Text
-from fivefold.render.scene import BLUE, GREY, Rect, Scene, Shape, TextMark
+from fivefold.render.scene import BLUE, GREY, ORANGE, Rect, Scene, Shape, TextMark
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import STEPS, checked, within
+from fivefold.support.ranges import MAX_STEPS, check_range, within
 
 if TYPE_CHECKING:
     from rich.text import Text as RichText
@@ -35,7 +35,8 @@ class Span(NamedTuple):
 
 class TimedSteps(NamedTuple):
     seconds: list[float]  # of each step; its ranks begin together
-    waits: list[Span]  # of the last one
+    waits: list[Span]  # of the last one: the rank does nothing else
+    travels: Sequence[Span] = ()  # of the last one: messages that were handed over and not waited for yet
 
 
 @dataclass(frozen=True)
@@ -55,23 +56,34 @@ class LabBench(Result):
         shares = [sum(end - start for start, end in rank.waits) / rank.seconds[-1] for rank in self.timed[world]]
         return sum(shares) / len(shares)
 
+    @property
+    def timeline_of(self) -> int:
+        """The most ranks that have a core each: the timeline of others shows who has the core."""
+        return max((world for world in self.timed if world <= max(2, cores())), default=1)
+
     def to_dict(self) -> dict[str, Any]:
         rows = [{"ranks": world, "seconds": self.seconds(world), "efficiency": self.efficiency(world),
-                 "waiting": self.waiting(world)} for world in self.timed]  # fmt: skip
+                 "waiting": self.waiting(world), **self._simulated(world)} for world in self.timed]  # fmt: skip
         return {"lab": self.lab.name, "cores": cores(), "rows": rows}
+
+    def _simulated(self, world: int) -> dict[str, float]:
+        return {"simulated_bubble": self.lab.bubble(world)} if self.lab.bubble else {}
 
     def blocks(self) -> Iterator[Block]:
         rows = [
             [str(world), f"{1e3 * self.seconds(world):.1f}", f"{self.seconds(1) / self.seconds(world):.2f} x",
-             f"{self.efficiency(world):.0%}", f"{self.waiting(world):.0%}"]
+             f"{self.efficiency(world):.0%}", f"{self.waiting(world):.0%}",
+             *(f"{share:.0%}" for share in self._simulated(world).values())]
             for world in self.timed
         ]  # fmt: skip
         heads = [">ranks", ">ms a step", ">speed-up", ">efficiency", ">in messages"]
+        heads += [">simulated bubble"] if self.lab.bubble else []
         yield Table(heads, rows, title=f"{self.lab.title}: the same work on more ranks")
-        if (most := max(self.timed)) > 1:
-            yield Drawing(partial(self._lines, most))
-            yield Text("one step; ░ is a time in messages, █ all others")
-        if most > cores():
+        if self.timeline_of > 1:
+            travels = any(rank.travels for rank in self.timed[self.timeline_of])
+            yield Drawing(partial(self._lines, self.timeline_of))
+            yield Text(f"one step; █ computes, {'▓ computes while a message travels, ' if travels else ''}░ waits")
+        if (most := max(self.timed)) > cores():
             yield Text(f"this machine has {cores()} cores: {most} ranks take turns on them")
 
     def _lines(self, world: int, width: int, colour: bool) -> "RichText":
@@ -84,14 +96,14 @@ class LabBench(Result):
             text.append(f"rank {number} ", "dim")
             for column in range(round(columns * rank.seconds[-1] / end)):
                 at = (column + 0.5) * end / columns
-                waits = any(start <= at < stop for start, stop in rank.waits)
-                text.append("░" if waits else "█", "dim" if waits else "blue")
+                waits, travels = (any(a <= at < b for a, b in spans) for spans in (rank.waits, rank.travels))
+                text.append("░" if waits else "▓" if travels else "█", "dim" if waits else "blue")
             text.append("\n")
         return text
 
     def scene(self) -> Scene:
-        """The timeline of one step on the most ranks."""
-        world = max(self.timed)
+        """The timeline of one step."""
+        world = self.timeline_of
         end = max(rank.seconds[-1] for rank in self.timed[world])
         marks: list[Shape] = []
         for number, rank in enumerate(self.timed[world]):
@@ -100,13 +112,15 @@ class LabBench(Result):
             marks.append(Rect(_LEFT, top + 3, _WIDE * rank.seconds[-1] / end, _ROW - 6, BLUE))
             for start, stop in rank.waits:
                 marks.append(Rect(_LEFT + _WIDE * start / end, top + 3, _WIDE * (stop - start) / end, _ROW - 6, GREY))
-        about = f"One step of {self.lab.title} on {world} ranks: blue computes, grey is in messages"
+            for start, stop in rank.travels:
+                marks.append(Rect(_LEFT + _WIDE * start / end, top + _ROW - 7, _WIDE * (stop - start) / end, 4, ORANGE))
+        about = f"One step of {self.lab.title} on {world} ranks: blue computes, grey waits, below it messages travel"
         return Scene(_LEFT + _WIDE + 16, world * _ROW + 8, about, marks)
 
 
 def bench_lab(answer: str | Path, *, rounds: int = 5, ranks: Sequence[int] = _WORLDS) -> LabBench:
     """Time an answer on these numbers of ranks, and one process of PyTorch's own code for 1."""
-    checked("--rounds", rounds, within(1, STEPS))
+    check_range("--rounds", rounds, within(1, MAX_STEPS))
     lab, file = lab_in(Path(answer))
     if lab.bench is None:
         raise UserError(f"the lab {lab.name} has nothing to time", "lab.bench")
@@ -114,6 +128,6 @@ def bench_lab(answer: str | Path, *, rounds: int = 5, ranks: Sequence[int] = _WO
     timed = {}
     with answered_by(file):
         for world in ranks:
-            layout = {} if world == 1 else {lab.bench: world}
+            layout = {} if world == 1 else lab.bench(world)
             timed[world] = processes.run(world, "fivefold.labs.timing:measure", check, layout, rounds, timeout=TIMEOUT)
     return LabBench(lab, timed)

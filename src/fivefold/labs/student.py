@@ -3,11 +3,13 @@
 The checks of the labs (`linear/check.py` and its like) are adapters of `fivefold verify --adapter`, and use this.
 """
 
+import errno
 import json
 import os
+import resource
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,14 +23,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fivefold.foreign.adapter import AdapterFile, import_adapter
 from fivefold.labs.messages import ANSWER, FOLDER, LabMessage
 from fivefold.labs.probes import ALONE, file_of
-from fivefold.parallel.traffic import SPACES, bytes_of, group_of, kind_of, name_of, named_args
+from fivefold.parallel.traffic_counter import SPACES, bytes_of, group_of, kind_of, name_of, named_args
 from fivefold.support.errors import UserError
+
+_LARGEST = 64 << 20  # bytes of a file that a rank writes: what it prints goes into one, too
 
 
 @cache
 def answer() -> Any:
     """The student's module. Only ranks import it."""
-    return import_adapter(AdapterFile(Path(os.environ[ANSWER])))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST, _LARGEST))
+    with own_errors():
+        return import_adapter(AdapterFile(_places()[0]))
+
+
+@cache
+def _places() -> tuple[Path, str]:
+    """The student's file, and where messages go, as they were before the answer was imported."""
+    return Path(os.environ[ANSWER]), os.environ.get(FOLDER, "")
 
 
 def called(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -44,14 +56,20 @@ def called(name: str, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def own_errors(file: Path | None = None) -> Iterator[None]:
     """An exception that has come through the student's file is theirs, and told in a sentence."""
-    file = file or Path(os.environ[ANSWER])
+    file = file or _places()[0]
     try:
         yield
     except UserError:
         raise
     except NotImplementedError as error:
         raise UserError(f"{_where(error, file)} is not written yet", "lab.hole") from error
+    except (SystemExit, KeyboardInterrupt) as error:
+        wrong = f"{_where(error, file)} ends its rank ({error!r}); it has to return to its caller"
+        raise UserError(wrong, "lab.exit") from error
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            much = f"{_where(error, file)} writes or prints more than {_LARGEST >> 20} MB, the limit of a lab"
+            raise UserError(much, "lab.output") from error
         raise UserError(f"{_where(error, file)} raised {type(error).__name__}: {error}", "lab.raised") from error
 
 
@@ -63,9 +81,14 @@ def _where(error: BaseException, file: Path) -> str:
 # ---- shards ---------------------------------------------------------------------------------------------------------
 
 
-def load_shards(model: nn.Module, made_anew: nn.Module) -> None:
-    """Give a model the shards that the student's constructors take of other full weights."""
+def load_shards(model: nn.Module, made_anew: nn.Module, names: Iterable[str] = ()) -> None:
+    """Give a model the shards that the student's constructors take of other full weights. `names` are of parameters
+    that every rank has to have."""
     values = dict(made_anew.named_parameters())
+    for name in names:
+        wanted = f"this rank's part of it has to be an nn.Parameter called {name.rpartition('.')[2]}"
+        if name not in values:
+            raise UserError(f"the model on rank {dist.get_rank()} has no parameter {name}: {wanted}", "lab.parameter")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(values[name])
@@ -79,11 +102,27 @@ def unlike(shape: tuple[int, ...], seed: int) -> Tensor:
 
 def probe(layout: Mapping[str, Any], name: str, tensor: Tensor) -> None:
     """Keep what is computed on the way, for the parent to compare (`probes.py`)."""
-    if folder := os.environ.get(FOLDER):
+    if layout:
+        expect(isinstance(tensor, Tensor), f"{name} is {kind_of_value(tensor)}", "a tensor")
+        expect(tensor.dtype == torch.float64, f"{name} is {kind_of_value(tensor)}", "float64, as what goes in is")
+    if folder := _places()[1]:
         text = ",".join(f"{key}={value}" for key, value in layout.items()) or ALONE
         file = file_of(Path(folder), text, dist.get_rank(), name)
-        if layout or not file.exists():  # one process computes parts of the batch later, to explain a difference
+        if not file.exists():  # later steps have other weights, and one process then computes parts of the batch alone
             np.save(file, tensor.detach().numpy())
+
+
+def expect(holds: bool, found: str, wanted: str) -> None:
+    """Refuse what an answer returns."""
+    if not holds:
+        raise UserError(f"{found} on rank {dist.get_rank()}; it should be {wanted}", "lab.value")
+
+
+def kind_of_value(value: Any) -> str:
+    """`None`, `a list`, `torch.float32`"""
+    if isinstance(value, Tensor):
+        return str(value.dtype)
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------
@@ -122,6 +161,7 @@ def _rare(name: str) -> str | None:
 
 
 _FILE: list[int] = []  # of the step that is recorded
+TIMERS: list[Callable[[], AbstractContextManager[None]]] = []  # what `lab bench` puts around it instead
 
 
 def mark(kind: str, payload: int = 0) -> None:
@@ -130,11 +170,43 @@ def mark(kind: str, payload: int = 0) -> None:
         os.write(_FILE[-1], (json.dumps({"kind": kind, "payload": payload}) + "\n").encode())
 
 
+def mark_waits(name: str) -> None:
+    """From now on a call of this function of torch.distributed that blocks is marked, and each wait for one that does
+    not: neither is an operation of the dispatcher."""
+    function = getattr(dist, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        work = function(*args, **kwargs)
+        if work is None:
+            mark("wait")
+        return work and _MarkedWork(work)
+
+    if not hasattr(function, "marked"):
+        called.marked = True  # type: ignore[attr-defined]
+        setattr(dist, name, called)
+
+
+class _MarkedWork:
+    def __init__(self, work: Any):
+        self._work = work
+
+    def wait(self, *args: Any) -> Any:
+        mark("wait")
+        return self._work.wait(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
 @contextmanager
 def recorded(layout: Mapping[str, Any], again: bool = False) -> Iterator[None]:
     """Messages of a step go to FOLDER, into a file of this layout and rank; only those of the last step are left.
     `again`: they are added to those of the same step."""
-    folder = os.environ.get(FOLDER)
+    if TIMERS:
+        with TIMERS[-1](), own_errors():
+            yield
+        return
+    folder = _places()[1]
     if not folder or not layout:
         yield
         return

@@ -14,16 +14,16 @@ import torch
 from fivefold.cost.model_state import host_memory, memory_problems
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.job.config import Job, TrainConfig
-from fivefold.launch.local import SHARING, owning_problem, sharing_problem
+from fivefold.launch.local import SHARED_GPU_HOST_PREFIX, owning_problem, sharing_problem
 from fivefold.launch.world import World
-from fivefold.support.dtypes import BYTES, precision_of
+from fivefold.support.dtypes import DTYPE_BYTES, precision_of
 from fivefold.support.errors import UserError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BYTES}
-DEFAULTS = TrainConfig()
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+DEFAULT_CONFIG = TrainConfig()
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
@@ -42,20 +42,20 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
 
 
 def choose_backend(
-    device: torch.device, local_ranks: int, config: TrainConfig = DEFAULTS, rank: int = 0, apart: bool = False
+    device: torch.device, local_ranks: int, config: TrainConfig = DEFAULT_CONFIG, rank: int = 0, apart: bool = False
 ) -> str:
     """NCCL where every rank of a node has a GPU of its own; gloo on CPUs, and where ranks share a GPU.
 
-    `train.share_gpu=nccl` lets ranks that share a GPU use NCCL, too. NCCL refuses two ranks of one host on one GPU, so
+    `train.share_gpu=nccl` lets ranks that share a GPU use NCCL. NCCL refuses two ranks of one host on one GPU, so
     each rank gets a host ID of its own (NCCL_HOSTID), and they communicate through sockets: this runs every kernel,
     order and error path of NCCL, but says nothing about speed. `apart`: ranks may be on several machines.
     """
     gpus = torch.cuda.device_count() if device.type == "cuda" and config.device != "mixed" else 0
-    if problem := sharing_problem(config, gpus, local_ranks, apart):
+    if problem := sharing_problem(config, gpus, local_ranks, apart=apart):
         raise UserError(problem)
     if config.share_gpu == "nccl" and local_ranks > 1:
         # "=": this interface, and not all whose names begin so.
-        os.environ.update(NCCL_HOSTID=f"{SHARING}{rank}", NCCL_SOCKET_IFNAME="=lo", NCCL_IB_DISABLE="1")
+        os.environ.update(NCCL_HOSTID=f"{SHARED_GPU_HOST_PREFIX}{rank}", NCCL_SOCKET_IFNAME="=lo", NCCL_IB_DISABLE="1")
     elif not 0 < local_ranks <= gpus:
         return "gloo"
     # `launch.watchdog` says in a line what NCCL has not finished; a dump takes a page, and holds up the end of a rank.
@@ -128,7 +128,7 @@ def make_repeatable(config: TrainConfig) -> None:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is made
         if torch.cuda.is_available() or config.compile == "on":
-            torch.use_deterministic_algorithms(True)  # tells the compiler, too, and so imports all of it
+            torch.use_deterministic_algorithms(True)  # also tells the compiler, and so imports all of it
             # By default it also fills all new memory with NaN, which takes 1% of a step. That helps to find kernels
             # that read uninitialized memory, and no kernel of ours does.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -167,7 +167,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 # ---- numa -----------------------------------------------------------------------------------------------------------
-# Cores near a GPU: a rank stays on those of the NUMA node that its GPU hangs on.
+# Cores near a GPU: a rank stays on the cores of its GPU's NUMA node.
 #
 #     cpus_of_rank(Path("/sys"), ["0000:17:00.0", "0000:ca:00.0"], rank=1, allowed={0, ..., 63})
 #

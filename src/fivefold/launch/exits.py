@@ -11,27 +11,27 @@ from fivefold.launch.waits import waits_there
 from fivefold.support.errors import PeerLost
 
 # torch has no exception of its own for these: gloo and NCCL raise RuntimeErrors for any kind of trouble.
-_GONE = re.compile(
+_PEER_GONE_ERROR = re.compile(
     r"onnection (closed|reset|refused)|roken pipe|ocket closed|Read error|ncclRemoteError|pair closure|DistNetworkError"
 )
-_SILENT = re.compile(r"[Tt]imed? ?out")
+_TIMEOUT_ERROR = re.compile(r"[Tt]imed? ?out")
 _INNERMOST = re.compile(r'most recent call first.*\n +File "(.+)", line (\d+)')
-_LOST = re.compile(PeerLost.__name__ + r"""\((['"])(.*)\1\)""", re.DOTALL)  # its repr
+_PEER_LOST_REPR = re.compile(PeerLost.__name__ + r"""\((['"])(.*)\1\)""", re.DOTALL)  # its repr
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?(e[+-]?\d+)?")
 _COMMAND_LINE = re.compile(r' +File ".*/(typer|click)/')
 # Signals that ask a run to stop: from a scheduler, from Slurm's --signal, from a closed terminal, from Ctrl-C.
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 INTERRUPTED, TERMINATED = 130, 143  # exit codes after Ctrl-C, and after another signal to stop and a checkpoint
-ENDED = "ended at once; metrics and checkpoints up to here are kept"
-_KINDS = ("died", "raised", "hung", "stopped", "returned")  # the likeliest cause first
+ENDED_AT_ONCE = "ended at once; metrics and checkpoints up to here are kept"
+_END_KINDS = ("died", "raised", "hung", "stopped", "returned")  # the likeliest cause first
 
 
 def lost_peer(error: BaseException | str) -> str | None:
     """Why this rank cannot reach a peer, if that is what the error is about; else None."""
     text = str(error)
-    if _SILENT.search(text):
+    if _TIMEOUT_ERROR.search(text):
         return "it gave no sign"
-    return "the connection is closed" if _GONE.search(text) else None
+    return "the connection is closed" if _PEER_GONE_ERROR.search(text) else None
 
 
 def signal_name(number: int) -> str:
@@ -52,7 +52,7 @@ def say(line: str) -> None:
 
 def say_ended() -> None:
     """Print what follows a second Ctrl-C, and show the terminal's cursor, which a live display hides."""
-    say(("\033[?25h\n" if sys.stderr.isatty() else "") + ENDED)
+    say(("\033[?25h\n" if sys.stderr.isatty() else "") + ENDED_AT_ONCE)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class End:
         A peer may raise because of a death before the launcher has seen the death, so deaths come before exceptions.
         """
         returned = self.kind == "returned"
-        return returned, self.doubt, _KINDS.index(self.kind), self.code > 0, self.when, self.rank
+        return returned, self.doubt, _END_KINDS.index(self.kind), self.code > 0, self.when, self.rank
 
     @property
     def _innermost(self) -> tuple[str, int]:
@@ -120,7 +120,7 @@ class End:
     @property
     def waited(self) -> str:
         """What a rank did that only waited, in its own words, to follow its name: 'waited: step 4: rank 0 ...'."""
-        lost = _LOST.fullmatch(self.cause)
+        lost = _PEER_LOST_REPR.fullmatch(self.cause)
         said = lost[2] if lost else self.cause
         return f"waited: {said}" if said else self.how
 

@@ -39,15 +39,15 @@ from fivefold.launch.world import rank_here, starts_before
 from fivefold.support.errors import UserError
 
 _SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "stop", "term", "usr1", "hup")}
-POISONS = ("nan", "spike", "flip")  # kinds that the caller of `strike` carries out on its own tensors
-KINDS = (*_SIGNALS, "lose", "raise", "segv", "hang", "slow", "cut", "full", "skip", "shape", *POISONS)
-FLIPPED = ("weight", "shard", "compute")
+POISON_KINDS = ("nan", "spike", "flip")  # kinds that the caller of `strike` carries out on its own tensors
+FAULT_KINDS = (*_SIGNALS, "lose", "raise", "segv", "hang", "slow", "cut", "full", "skip", "shape", *POISON_KINDS)
+FLIP_PLACES = ("weight", "shard", "compute")
 _OF_STEPS = ("step", "batch", "forward", "backward", "optimizer")
 _OF_STATE = ("write", "commit", "retain", "memory", "read")
-PLACES = (*_OF_STEPS, *_OF_STATE, "matmul", "disk", "link", *FLIPPED)
-_DEFAULT = {"spike": "batch", "flip": "weight"}  # the default place of a kind; "step" for all others
-_SLOW = 0.25  # seconds
-SPIKE = 100.0
+FAULT_PLACES = (*_OF_STEPS, *_OF_STATE, "matmul", "disk", "link", *FLIP_PLACES)
+_DEFAULT_PLACE = {"spike": "batch", "flip": "weight"}  # the default place of a kind; "step" for all others
+_SLOW_SECONDS = 0.25  # seconds
+SPIKE_FACTOR = 100.0
 
 
 class Fault(NamedTuple):
@@ -80,14 +80,14 @@ def _parse_fault(word: str, text: str) -> Fault:
     kind, _, rest = word.partition("@")
     settings = dict(part.partition("=")[::2] for part in rest.split(",") if part)
     try:
-        at = settings.pop("at", _DEFAULT.get(kind, "step"))
+        at = settings.pop("at", _DEFAULT_PLACE.get(kind, "step"))
         fault = Fault(kind, at, **{name: int(value) for name, value in settings.items()})
-        if kind not in KINDS or at not in ((*FLIPPED, "read") if kind == "flip" else PLACES):
+        if kind not in FAULT_KINDS or at not in ((*FLIP_PLACES, "read") if kind == "flip" else FAULT_PLACES):
             raise ValueError
     except (ValueError, TypeError):  # no number, or no such word
         raise UserError(
             f"FIVEFOLD_FAULT={text!r} is not KIND@rank=R,step=S,until=S,at=PLACE,starts=N,start=N, or several with ; "
-            f"between them, with KIND of {', '.join(KINDS)} and PLACE of {', '.join(PLACES)}",
+            f"between them, with KIND of {', '.join(FAULT_KINDS)} and PLACE of {', '.join(FAULT_PLACES)}",
             "environment.fault",
         ) from None
     return fault
@@ -100,7 +100,7 @@ def strike(at: str, step: int | None = None) -> str:
     for fault in due:
         _note(fault)
         _happen(fault.kind)
-    return next((fault.kind for fault in due if fault.kind in POISONS), "")
+    return next((fault.kind for fault in due if fault.kind in POISON_KINDS), "")
 
 
 def _note(fault: Fault) -> None:
@@ -110,7 +110,7 @@ def _note(fault: Fault) -> None:
             file.write(f"{fault.kind}@at={fault.at},rank={rank_here()},step={fault.step},start={starts_before()}\n")
 
 
-def lost(place: int, step: int) -> bool:
+def counts_as_lost(place: int, step: int) -> bool:
     """Whether a fault has this device of the machine count as lost, for a run that has come to `step`."""
     faults = parse(os.environ.get("FIVEFOLD_FAULT", ""))
     return any(fault.kind == "lose" and fault.rank == place and step < (fault.until or sys.maxsize) for fault in faults)
@@ -124,7 +124,7 @@ def _happen(kind: str) -> None:
     if kind == "hang":
         threading.Event().wait()
     if kind == "slow":
-        time.sleep(_SLOW)
+        time.sleep(_SLOW_SECONDS)
     if kind == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if kind == "cut":

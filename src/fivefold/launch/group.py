@@ -9,9 +9,9 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from fivefold.launch.exits import INTERRUPTED, STOPPING, TERMINATED, lost_peer
+from fivefold.launch.exits import INTERRUPTED, STOP_SIGNALS, TERMINATED, lost_peer
 from fivefold.launch.handshake import Hello, meet
-from fivefold.launch.rendezvous import GLOO, check_interfaces, choose_interface, stay_on_this_machine
+from fivefold.launch.rendezvous import GLOO_INTERFACE_ENV, check_interfaces, choose_interface, stay_on_this_machine
 from fivefold.launch.world import World
 from fivefold.support.errors import PeerLost
 
@@ -50,13 +50,13 @@ def _connect(world: World, backend: str, store: "Store", patience: timedelta) ->
     import torch.distributed as dist
 
     interface_hint = ""
-    if world.apart:  # under NCCL, too: copies of snapshots travel over gloo
+    if world.apart:  # also under NCCL: copies of snapshots travel over gloo
         interface_hint = choose_interface(world.meeting, store, world.size, patience.total_seconds())
     if backend != "gloo":
         interface_hint = ""
     elif world.apart:
         patience = min(patience, _CONNECTING)
-    one_gloo_worker()  # under NCCL, too, for the same copies
+    one_gloo_worker()  # also under NCCL, for the same copies
     try:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=patience)
     except RuntimeError as error:
@@ -91,8 +91,11 @@ def one_gloo_worker() -> None:
         self: Any, store: "Store", rank: int, size: int, timeout: Any = default_pg_timeout, options: Any = None
     ) -> None:
         if options is None and isinstance(timeout, timedelta):  # else the caller's options say how many threads
-            options, names = group._Options(), [name for name in os.environ.get(GLOO, "").split(",") if name]
-            # The devices that torch would choose; both functions read TORCH_GLOO_LAZY_INIT, too.
+            options, names = (
+                group._Options(),
+                [name for name in os.environ.get(GLOO_INTERFACE_ENV, "").split(",") if name],
+            )
+            # The devices that torch would choose; both functions also read TORCH_GLOO_LAZY_INIT.
             devices = [group.create_device(interface=name) for name in names] or [group.create_default_device()]
             options._devices, options._timeout, options._threads = devices, timeout, 1
         original_init(self, store, rank, size, options or timeout)
@@ -112,8 +115,8 @@ def leave(world: World) -> None:
 # A spare rank is one that the layout leaves out: it waits until the others are done, or its launcher starts all again.
 
 
-_DONE = "fivefold: all steps are done"
-_LOOK = timedelta(seconds=10)
+_DONE_KEY = "fivefold: all steps are done"
+_CHECK_INTERVAL = timedelta(seconds=10)
 
 
 def wait_for_the_others(world: World, timeout: float) -> int:
@@ -126,14 +129,14 @@ def wait_for_the_others(world: World, timeout: float) -> int:
     from torch.distributed import DistNetworkError, DistStoreError
 
     received: list[int] = []  # signals
-    for number in STOPPING:
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: received.append(number))
     try:
         store = world.meeting.store(world.rank, world.size, time.monotonic() + timeout)
         while True:
             with suppress(DistStoreError):  # not yet
-                store.wait([_DONE], _LOOK)
+                store.wait([_DONE_KEY], _CHECK_INTERVAL)
                 return 0
     except DistNetworkError:
         if received:
@@ -151,5 +154,5 @@ def tell_spares() -> None:
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):  # the group's prefix, which spares do not know
         store = store.underlying_store
-    with suppress(RuntimeError):  # the store ends with the launcher, whose spares have ended then, too
-        store.set(_DONE, "")
+    with suppress(RuntimeError):  # the store ends with the launcher, and by then its spares have ended
+        store.set(_DONE_KEY, "")

@@ -2,7 +2,7 @@
 
 Rank 0 writes a roll call, every rank answers with a statement, rank 0 compares the statements and answers each rank. So
 ranks of two jobs never train together, a process without the run's secret is not let in, and ranks that do not come are
-named. The work of rank 0 grows with the number of ranks, that of the others does not.
+named. Only rank 0's work grows with the number of ranks.
 
     calls                        a counter of roll calls: a store may outlive the ranks that met there before
     now                          the number N of the latest roll call
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 
 
 M = TypeVar("M", bound=msgspec.Struct)
-_SHOWN = 4  # settings that differ
-_PATH = 200  # characters of another process's path
-TRAINING = "training"
+_MAX_SHOWN = 4  # settings that differ
+_MAX_PATH = 200  # characters of another process's path
+TRAINING_ACTIVITY = "training"
 
 
 class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,7 +69,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     code: str  # digest of our source files
     data: str  # digest of the data's fingerprint
     job: str  # digest of the settings
-    purpose: str = TRAINING
+    purpose: str = TRAINING_ACTIVITY
     plugins: str = ""  # digest of the files of what users have brought; empty where they have brought nothing
 
 
@@ -106,12 +106,12 @@ class RollCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Statement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A rank's answer to a call; rank 0 has one, too."""
+    """A rank's answer to a call; rank 0 also has one."""
 
     call: bytes  # its nonce: a statement that answers an earlier call is a replay
     rank: int
     facts: Facts
-    settings: dict[str, str] = {}  # of the job, where it is not that of rank 0
+    settings: dict[str, str] = {}  # of the job, where they differ from rank 0's
     kept: str = ""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
@@ -166,10 +166,10 @@ def settings_of(job: Job) -> dict[str, str]:
     return {f"{name}.{key}": json.dumps(value) for name, table in tables.items() for key, value in table.items()}
 
 
-def claim(job: Job, data: str, world: World, purpose: str = TRAINING) -> Hello:
+def claim(job: Job, data: str, world: World, purpose: str = TRAINING_ACTIVITY) -> Hello:
     """The claim of a rank that runs `job` on the data of that fingerprint. Ranks with another purpose than training
     read no data, and may differ in their versions, which they may be there to compare."""
-    settings, trains = settings_of(job), purpose == TRAINING
+    settings, trains = settings_of(job), purpose == TRAINING_ACTIVITY
     facts = Facts(
         world=world.size,
         run=world.run,
@@ -242,9 +242,9 @@ def _difference(name: str, statement: Statement, usual: Any, usual_settings: Map
     parts = [
         f"{short(key)} is {short(settings.get(key, 'absent'))} there and "
         f"{short(usual_settings.get(key, 'absent'))} elsewhere"
-        for key in different[:_SHOWN]
+        for key in different[:_MAX_SHOWN]
     ]
-    more = [f"and {len(different) - _SHOWN} more settings differ"] if len(different) > _SHOWN else []
+    more = [f"and {len(different) - _MAX_SHOWN} more settings differ"] if len(different) > _MAX_SHOWN else []
     return f"{sentence}: {', '.join(parts + more)}"
 
 
@@ -256,7 +256,7 @@ def short(value: object, most: int = 40) -> str:
 
 def two_secrets(its: RollCall | Statement, whose: str, own: RollCall | Statement) -> str:
     """Why one process does not know the secret of another: where each of them looks for it."""
-    its_place, own_place = (f"{short(message.kept, _PATH)} on {short(message.host)}" for message in (its, own))
+    its_place, own_place = (f"{short(message.kept, _MAX_PATH)} on {short(message.host)}" for message in (its, own))
     return (
         f"its secret is from {its_place}, and {whose} from {own_place}; make run.dir one directory that their machines "
         "share, or set FIVEFOLD_SECRET to the same for all ranks"
@@ -281,10 +281,10 @@ def ranks_text(ranks: Sequence[int]) -> str:
 # ---- handshake ------------------------------------------------------------------------------------------------------
 
 
-_SILENCE = 30.0  # seconds within which a working store answers
-_GATHER = 3.0  # seconds that rank 0 still waits once a rank is odd, so that it can name all odd ones
-_HEAR = 5.0  # seconds for all ranks to read a refusal: the store may end with rank 0
-_NOTE = 30.0  # seconds between notes about missing ranks
+_STORE_TIMEOUT = 30.0  # seconds within which a working store answers
+_ODD_RANKS_WAIT = 3.0  # seconds that rank 0 still waits once a rank is odd, so that it can name all odd ones
+_REFUSAL_WAIT = 5.0  # seconds for all ranks to read a refusal: the store may end with rank 0
+_NOTE_INTERVAL = 30.0  # seconds between notes about missing ranks
 
 
 def meet(meeting: Rendezvous, rank: int, claim: Hello, timeout: float) -> "Store":
@@ -299,10 +299,10 @@ def meet(meeting: Rendezvous, rank: int, claim: Hello, timeout: float) -> "Store
     while True:
         session = _Handshake(meeting.store(rank, claim.facts.world, deadline), str(meeting), claim, timeout)
         try:
-            return within(_SILENCE, partial(session.answer, rank) if rank else session.call)
+            return within(_STORE_TIMEOUT, partial(session.answer, rank) if rank else session.call)
         except TimeoutError:
             why = "rank 0 is stopped or cut off" if rank else "its file system hangs"
-            raise PeerLost(f"the store at {meeting} has given no answer for {_SILENCE:.0f} s: {why}") from None
+            raise PeerLost(f"the store at {meeting} has given no answer for {_STORE_TIMEOUT:.0f} s: {why}") from None
         except ValueError as error:  # a counter that no rank has written
             problem = f"another program writes into the store at {meeting}: {error}; set MASTER_PORT"
             raise UserError(problem, "meeting.taken") from None
@@ -385,7 +385,7 @@ class _Handshake:
         return PrefixStore(f"world {number}{name}", self.store)
 
     def _put(self, part: "Store", key: str, message: msgspec.Struct) -> None:
-        part.set(key, seal(message, self.claim.secret))  # type: ignore[arg-type]  # bytes are taken, too
+        part.set(key, seal(message, self.claim.secret))  # type: ignore[arg-type]  # it also takes bytes
 
     def call(self, alive: Callable[[], None]) -> "Store":
         """Rank 0's part: write the roll call, read the statements and answer them."""
@@ -395,13 +395,13 @@ class _Handshake:
         part.add("arrived", 0)
         self.store.set("now", str(number))
         roll = Roll(self._statement(call, 0, dict(self.claim.settings)), self.claim)
-        limit, note = self.timeout, _NOTE
+        limit, note = self.timeout, _NOTE_INTERVAL
         for waited in _polls(self.timeout, alive):
             for place in roll.pending(int(part.get("arrived"))):
                 if part.check([f"statement {place}"]):
                     roll.take(place, part.get(f"statement {place}"))
                     alive()
-            limit = min(limit, waited + _GATHER) if roll.any_odd else limit
+            limit = min(limit, waited + _ODD_RANKS_WAIT) if roll.any_odd else limit
             if roll.complete or waited > limit:
                 break
             if int(self.store.get("now")) != number:
@@ -409,16 +409,16 @@ class _Handshake:
                 raise UserError(twice, "ranks.twice")
             if waited > note:
                 print(f"rank 0 waits: {roll.absent(round(waited))}", file=sys.stderr, flush=True)
-                note += _NOTE
+                note += _NOTE_INTERVAL
         problems = roll.problems()
         absent = "" if problems or roll.complete else f"{roll.absent(self.timeout)} ({self.address})"
         self._answer_all(part, roll, problems, absent)
         if not problems and not absent:
             return self._part(number, " group")
-        for _ in _polls(_HEAR, alive):
+        for _ in _polls(_REFUSAL_WAIT, alive):
             if int(part.get("heard")) == len(roll.places) - 1:
                 break
-        raise PeerLost(absent) if absent else UserError(_shortened(problems), "ranks.differ")
+        raise PeerLost(absent) if absent else UserError(_shorten(problems), "ranks.differ")
 
     def _answer_all(self, part: "Store", roll: Roll, problems: dict[int | None, str], absent: str) -> None:
         """Write the answer to each statement: its problem, or `absent`, the sentence about missing ranks."""
@@ -446,7 +446,7 @@ class _Handshake:
             number = int(self.store.get("now"))
             part = self._part(number)
             place, nonce = self._write_statement(part, rank)
-            for _ in _polls(self.timeout + _GATHER + _HEAR, alive):
+            for _ in _polls(self.timeout + _ODD_RANKS_WAIT + _REFUSAL_WAIT, alive):
                 if part.check([f"answer {place}"]):
                     self._read_answer(part, place, nonce)
                     return self._part(number, " group")
@@ -500,7 +500,7 @@ def _polls(limit: float, alive: Callable[[], None]) -> Iterator[float]:
         time.sleep(min(max(0.001, waited / 20), 1.0, limit - waited + 0.001))
 
 
-def _shortened(problems: dict[int | None, str]) -> list[str]:
+def _shorten(problems: dict[int | None, str]) -> list[str]:
     """At most eight different problems, and how many more there are."""
     sentences = list(dict.fromkeys(problems.values()))
     return sentences if len(sentences) <= 8 else [*sentences[:8], f"{len(sentences) - 8} more ranks differ"]

@@ -19,12 +19,12 @@ from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-BEATS = "FIVEFOLD_BEATS"  # the file that ranks and launcher share
+BEATS_ENV = "FIVEFOLD_BEATS"  # the file that ranks and launcher share
 _SLOT = struct.Struct("=Qd120s120s")  # count, seconds that may pass without a beat, the main thread's place, others'
 _LIMIT, _PLACES = 8, (16, 136)  # offsets of the limit, and of the two places
-TICK = 1.0  # seconds between two checks, at most
+CHECK_INTERVAL = 1.0  # seconds between two checks, at most
 # Seconds, and a tenth of the limit, that a watchdog waits longer: a rank that waits for a peer reports the peer first.
-MARGIN = 2.0
+TIMEOUT_MARGIN = 2.0
 
 
 class Heart:
@@ -58,7 +58,7 @@ class Heart:
             struct.pack_into("=d", self.memory, _LIMIT, 0.0)
 
 
-_hearts = [Heart(memoryview(bytearray(_SLOT.size)))]  # one: that of this process
+_hearts = [Heart(memoryview(bytearray(_SLOT.size)))]  # one: this process's
 
 
 def my_heart() -> Heart:
@@ -67,7 +67,7 @@ def my_heart() -> Heart:
 
 def share(rank: int) -> Heart:
     """Keep the beats of this process where our launcher sees them from now on, if it started this process."""
-    if path := os.environ.get(BEATS):
+    if path := os.environ.get(BEATS_ENV):
         _hearts[0] = Heart(_slot(Path(path), rank))
     return _hearts[0]
 
@@ -134,8 +134,8 @@ class Board:
         still = False
         for rank in ranks:
             count, limit = _SLOT.unpack(self.slots[rank])[:2]
-            seconds = self.ranks[rank].look(count, TICK)
-            still |= limit > 0 and seconds > limit * 1.1 + 2 * MARGIN
+            seconds = self.ranks[rank].look(count, CHECK_INTERVAL)
+            still |= limit > 0 and seconds > limit * 1.1 + 2 * TIMEOUT_MARGIN
         return still
 
     def place(self, rank: int) -> str:

@@ -11,7 +11,7 @@ from fivefold.launch.world import ranks_here
 
 T = TypeVar("T")
 Result = TypeVar("Result")
-_MOST = 8  # threads: more do not make a disk faster
+_MAX_FILE_THREADS = 8  # threads: more do not make a disk faster
 
 
 def cores() -> int:
@@ -25,7 +25,7 @@ def for_files() -> int:
     A rank that is bound to cores of its own (Slurm's tasks are) has its share already.
     """
     share = min(cores(), (os.cpu_count() or 1) // ranks_here())
-    return max(1, min(_MOST, share // 2))
+    return max(1, min(_MAX_FILE_THREADS, share // 2))
 
 
 def side_by_side(do: Callable[[T], Result], items: Sequence[T], most: int) -> list[Result]:
@@ -69,18 +69,18 @@ def side_by_side(do: Callable[[T], Result], items: Sequence[T], most: int) -> li
 
 
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt, which glibc alone has
-_LARGEST = 32 << 20  # bytes: glibc lets no larger block be reused
+_MAX_MMAP_THRESHOLD = 32 << 20  # bytes: glibc lets no larger block be reused
 
 
 def keep_freed_memory() -> None:
     """Have the allocators of this process, if torch is not yet imported, and of those that it starts, keep freed
     memory. A user's own settings stay."""
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
-    wanted = {"MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_MMAP_THRESHOLD_": str(_LARGEST)}
+    wanted = {"MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_MMAP_THRESHOLD_": str(_MAX_MMAP_THRESHOLD)}
     if wanted.keys() & os.environ.keys() or "_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     os.environ |= wanted
     with suppress(OSError, AttributeError, TypeError):  # the variables are read at a process's start, too late for this
         library = ctypes.CDLL(None)
         library.mallopt(_TRIM, -1)  # both must be set: setting one freezes the other at 128 KiB
-        library.mallopt(_MMAP, _LARGEST)
+        library.mallopt(_MMAP, _MAX_MMAP_THRESHOLD)

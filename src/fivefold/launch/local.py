@@ -24,12 +24,12 @@ from typing import Any, NamedTuple, NoReturn
 
 from fivefold.job.config import TrainConfig
 from fivefold.launch import faults, rank_log
-from fivefold.launch.exits import ENDED, INTERRUPTED, STOPPING, TERMINATED, End, say, say_ended, signal_name
+from fivefold.launch.exits import ENDED_AT_ONCE, INTERRUPTED, STOP_SIGNALS, TERMINATED, End, say, say_ended, signal_name
 from fivefold.launch.handshake import ranks_text
 from fivefold.launch.host import cores
 from fivefold.launch.processes import Processes
-from fivefold.launch.rendezvous import SECRET
-from fivefold.launch.world import PLANNED, RESTARTS, RUN, STORE
+from fivefold.launch.rendezvous import SECRET_ENV
+from fivefold.launch.world import PLANNED_ENV, RESTARTS_ENV, RUN_ID_ENV, STORE_ENV
 from fivefold.support.errors import PeerLost, Problem, UserError
 
 # ---- restarts -------------------------------------------------------------------------------------------------------
@@ -81,11 +81,11 @@ class Restarts:
 # it is lost, and tried again from time to time until it answers.
 
 
-_PATIENCE = 60.0  # seconds for a slot to answer
-_GPUS = Path("/proc/driver/nvidia/gpus")
-SHARING = "fivefold-rank-"  # how the NCCL_HOSTID of ranks that share a GPU begins
+_SLOT_TIMEOUT = 60.0  # seconds for a slot to answer
+_GPUS_DIR = Path("/proc/driver/nvidia/gpus")
+SHARED_GPU_HOST_PREFIX = "fivefold-rank-"  # how the NCCL_HOSTID of ranks that share a GPU begins
 # Whether a GPU computes, asked in a process of its own: a driver that hangs blocks the process that calls it.
-_TRIAL = "import torch; x = torch.ones(256, 256, device='cuda'); assert float((x @ x).sum()) == 256**3"
+_GPU_TRIAL = "import torch; x = torch.ones(256, 256, device='cuda'); assert float((x @ x).sum()) == 256**3"
 
 
 class DevicePool:
@@ -109,7 +109,7 @@ class DevicePool:
         """Try some slots, and return those that do not answer, which are lost. Once `stopping` returns True, it does
         not wait for answers."""
         trials = {slot: self._trial(slot) for slot in slots}
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _SLOT_TIMEOUT
         while any(trial.poll() is None for trial in trials.values()) and time.monotonic() < deadline and not stopping():
             time.sleep(0.01)
         deadline = 0.0 if stopping() else deadline
@@ -127,7 +127,7 @@ class DevicePool:
         if not self.trials:
             return []
         running = any(trial.poll() is None for trial in self.trials.values())
-        if running and time.monotonic() - self.last_trial < _PATIENCE:
+        if running and time.monotonic() - self.last_trial < _SLOT_TIMEOUT:
             return []
         trials, self.trials = self.trials, {}
         back = [slot for slot, trial in trials.items() if self._answers(slot, trial, 0.0)]
@@ -148,7 +148,7 @@ class DevicePool:
     def _trial(self, slot: int) -> "subprocess.Popen[bytes]":
         """Start a process that exits with 0 if the slot's device computes."""
         env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": self._device(slot)} if self.gpus else {})}
-        command = [sys.executable, "-c", _TRIAL if self.gpus else "pass"]
+        command = [sys.executable, "-c", _GPU_TRIAL if self.gpus else "pass"]
         return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def _answers(self, slot: int, trial: "subprocess.Popen[bytes]", deadline: float) -> bool:
@@ -159,13 +159,13 @@ class DevicePool:
             with suppress(subprocess.TimeoutExpired):  # a process that waits for a driver cannot be ended
                 trial.wait(1)
             return False
-        return code == 0 and not faults.lost(slot, self.step())
+        return code == 0 and not faults.counts_as_lost(slot, self.step())
 
 
 def gpus_here() -> list[str]:
     """The GPUs of this machine that its driver lists, by name: 'NVIDIA H200'. No torch, and no CUDA, is needed."""
     models = []
-    for file in sorted(_GPUS.glob("*/information")):
+    for file in sorted(_GPUS_DIR.glob("*/information")):
         with suppress(OSError):
             model = re.search(r"^Model:\s*(.+?)\s*$", file.read_text(errors="replace"), re.MULTILINE)
             models.append(model[1] if model else "")
@@ -196,28 +196,28 @@ def gpus_to_share(config: TrainConfig) -> int:
         return 0
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         ask = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-        return visible_gpus() or int(subprocess.run(ask, capture_output=True, text=True, timeout=_PATIENCE).stdout)
+        return visible_gpus() or int(subprocess.run(ask, capture_output=True, text=True, timeout=_SLOT_TIMEOUT).stdout)
     return 0
 
 
-_SHARING = "train.share_gpu=nccl lets ranks of one machine share its GPUs"
+_SHARING_HINT = "train.share_gpu=nccl lets ranks of one machine share its GPUs"
 
 
-def sharing_problem(config: TrainConfig, gpus: int, local_ranks: int, apart: bool = False) -> Problem | None:
+def sharing_problem(config: TrainConfig, gpus: int, local_ranks: int, *, apart: bool = False) -> Problem | None:
     """Why `train.share_gpu=nccl` cannot be, with so many GPUs for the ranks of a node; None when it can."""
     if config.share_gpu != "nccl":
         return None
     if apart:
         slow = "these may be on several machines, between which it would slow NCCL down; leave it out"
-        return Problem("train.share_gpu.machines", f"{_SHARING}, and {slow}")
+        return Problem("train.share_gpu.machines", f"{_SHARING_HINT}, and {slow}")
     if local_ranks == 1:
         return None
     if config.device == "mixed":
         beyond = "with train.device=mixed those beyond the GPUs compute on the CPU; nearest: train.device=cuda"
-        return Problem("train.share_gpu.mixed", f"{_SHARING}, and {beyond}")
+        return Problem("train.share_gpu.mixed", f"{_SHARING_HINT}, and {beyond}")
     if not gpus:
         cpu = "these compute on the CPU; nearest: train.share_gpu=gloo"
-        return Problem("train.share_gpu.cpu", f"{_SHARING}, and {cpu}")
+        return Problem("train.share_gpu.cpu", f"{_SHARING_HINT}, and {cpu}")
     return owning_problem(local_ranks, gpus) if local_ranks <= gpus else None
 
 
@@ -225,7 +225,7 @@ def owning_problem(ranks: int, gpus: int) -> Problem:
     """What is wrong with `train.share_gpu=nccl` where no rank shares its GPU."""
     why = "it makes each rank a host of its own for NCCL, without NVLink and shared memory"
     own = f"each of these {ranks} has one of its own ({gpus} here): {why}; leave it out"
-    return Problem("train.share_gpu.own", f"{_SHARING}, and {own}")
+    return Problem("train.share_gpu.own", f"{_SHARING_HINT}, and {own}")
 
 
 def check_sharing(config: TrainConfig, ranks: int) -> None:
@@ -237,8 +237,8 @@ def check_sharing(config: TrainConfig, ranks: int) -> None:
 # ---- local ----------------------------------------------------------------------------------------------------------
 
 
-_GRACE = 8.0  # seconds for the other ranks to end after a first failure or Ctrl-C; then they are killed
-_SAVING = 600.0  # seconds for a last checkpoint after a signal to stop, if no rank fails
+_END_GRACE = 8.0  # seconds for the other ranks to end after a first failure or Ctrl-C; then they are killed
+_SAVE_GRACE = 600.0  # seconds for a last checkpoint after a signal to stop, if no rank fails
 
 
 class Arrangement(NamedTuple):
@@ -300,7 +300,7 @@ class Launcher:
     ):
         self.function, self.interrupted, self.elastic = function, interrupted, elastic
         self.attached, self.say, self.look = attached, say, look
-        self.run_id = os.environ.get(RUN, uuid.uuid4().hex)
+        self.run_id = os.environ.get(RUN_ID_ENV, uuid.uuid4().hex)
         self.stop_signal = 0  # that this process got; 0: none yet
         self.ranks: Processes | None = None  # of the start under way
         self.devices = DevicePool(arrangement.ranks, elastic.gpus if elastic else 0, self._step)
@@ -322,7 +322,7 @@ class Launcher:
         if self.attached:
             say_ended()
         else:
-            self.say(ENDED)
+            self.say(ENDED_AT_ONCE)
         return INTERRUPTED
 
     def run_all(self, policy: Restarts) -> int:
@@ -417,7 +417,7 @@ class Launcher:
             if self.ranks:
                 self.ranks.tell(number)
 
-        handled = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+        handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         previous = {number: signal.signal(number, pass_on) for number in handled}
         try:
             yield
@@ -432,11 +432,16 @@ class Launcher:
         self.slots = self.devices.here[:nproc]
         threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores() // nproc)
         with tempfile.TemporaryDirectory(prefix="fivefold-") as home:  # private to this user: no port is opened
-            added = {RUN: self.run_id, RESTARTS: str(start), STORE: f"{home}/store", SECRET: secrets.token_hex(32)}
+            added = {
+                RUN_ID_ENV: self.run_id,
+                RESTARTS_ENV: str(start),
+                STORE_ENV: f"{home}/store",
+                SECRET_ENV: secrets.token_hex(32),
+            }
             added[rank_log.LOCK_FILE] = f"{home}/log-lock"
             added |= self.devices.environment(os.environ)
             if start:
-                added[PLANNED] = f"{self.arrangement.seconds:.3f}"
+                added[PLANNED_ENV] = f"{self.arrangement.seconds:.3f}"
             env = {"OMP_NUM_THREADS": str(threads), **os.environ, **added}
             ranks = self.ranks = Processes(nproc, Path(home), attached=self.attached)
             try:
@@ -458,10 +463,10 @@ class Launcher:
     def _grace(self, end: End) -> float:
         """The seconds that the other ranks have after one has ended."""
         if end.code in (INTERRUPTED, TERMINATED):
-            return _SAVING
+            return _SAVE_GRACE
         if self.stop_signal and end.code == -self.stop_signal:
             return 1.0  # the signal came before the rank handled it, so no checkpoint can come of it
-        return _GRACE
+        return _END_GRACE
 
     def _outcome(self, ends: list[End]) -> tuple[int, End | None]:
         """Report how the ranks of a start ended. Returns the exit code, and the failure if another start may help."""

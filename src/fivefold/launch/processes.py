@@ -30,20 +30,22 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from fivefold.launch.exits import STOPPING, End, signal_name
+from fivefold.launch.exits import STOP_SIGNALS, End, signal_name
 from fivefold.launch.group import join
-from fivefold.launch.heartbeat import BEATS, Board
+from fivefold.launch.heartbeat import BEATS_ENV, Board
 from fivefold.launch.host import cores, keep_freed_memory
 from fivefold.launch.rendezvous import Rendezvous
-from fivefold.launch.watchdog import STACK
-from fivefold.launch.world import HERE, World
+from fivefold.launch.watchdog import STACK_ENV
+from fivefold.launch.world import LOCAL_SIZE_ENV, World
 from fivefold.support import plugins
-from fivefold.support.errors import TrainingError, UserError, absent
+from fivefold.support.errors import TrainingError, UserError, not_installed
 from fivefold.support.ranges import seconds
 
 # Imported once, before the forks. torch imports the first three late: the first optimizer step imports dynamo.
-PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "fivefold.trainer.run"]
-_LOOK = 0.2  # seconds between checks of exit codes: a rank's pipe stays open if a child of the rank holds it
+PRELOADED_MODULES = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "fivefold.trainer.run"]
+_EXIT_CHECK_INTERVAL = (
+    0.2  # seconds between checks of exit codes: a rank's pipe stays open if a child of the rank holds it
+)
 _STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # a rank answers with its stack
 _TGKILL = getattr(ctypes.CDLL(None), "tgkill", None) if sys.platform == "linux" else None
 
@@ -57,7 +59,7 @@ class Yielded(NamedTuple):
 class Processes:
     """The processes of `world` ranks. Their stacks go into files of `home`, a directory of this launcher alone.
 
-    They are forked from a server process that has done nothing but import. Their output goes into files of `home`, too,
+    They are forked from a server process that has done nothing but import. Their output also goes into files of `home`,
     and they stay until `kill`, so that their sockets outlive the peers that still read from them. Ranks that are
     `attached` are forked from this process instead, share its terminal, and end by themselves.
     """
@@ -77,17 +79,23 @@ class Processes:
         context: Any = multiprocessing.get_context("spawn")
         if self.attached and forkable():  # else they are forked from the server process
             context = multiprocessing.get_context("fork")
-            for name in PRELOAD:
+            for name in PRELOADED_MODULES:
                 importlib.import_module(name)
         elif hasattr(os, "fork"):
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(PRELOAD)
+            context.set_forkserver_preload(PRELOADED_MODULES)
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, HERE: self.world, BEATS: self.beats}
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": self.world,
+                LOCAL_SIZE_ENV: self.world,
+                BEATS_ENV: self.beats,
+            }
             own_env = {**env, **{name: str(value) for name, value in place.items()}}
             call = pickle.dumps((function, (rank, self.world, *args)))
-            life = (rank, theirs, self.home, self.attached, own_env, threads, plugins.imported(), call)
+            life = (rank, theirs, self.home, self.attached, own_env, threads, plugins.imported_plugins(), call)
             process = context.Process(target=_live, args=life)
             self._ranks.append((process, ours))
             with _without_main():
@@ -113,7 +121,7 @@ class Processes:
         deadline, silence = time.monotonic() + timeout, "hung"  # silence: the kind of end of ranks that do not answer
         while len(self.ends) < self.world and (left := deadline - time.monotonic()) > 0:
             waiting = {rank: process for rank, process in enumerate(self._ranks) if rank not in self.ends}
-            ready = connection.wait([pipe for _, pipe in waiting.values()], min(left, _LOOK))
+            ready = connection.wait([pipe for _, pipe in waiting.values()], min(left, _EXIT_CHECK_INTERVAL))
             for rank, (process, pipe) in waiting.items():
                 if pipe in ready or process.exitcode is not None:
                     end = self._end_of(rank)
@@ -130,7 +138,7 @@ class Processes:
             if each and not self.ends:
                 each()
         silent = [rank for rank in range(self.world) if rank not in self.ends]
-        last_and_paused = {rank: (self.board.last(rank), _paused(self._ranks[rank][0].pid)) for rank in silent}
+        last_and_paused = {rank: (self.board.last(rank), _is_paused(self._ranks[rank][0].pid)) for rank in silent}
         self._ask_for_stacks(silent)  # which wakes those that were paused
         for rank, (last, paused) in last_and_paused.items():
             self.ends[rank] = End(rank, silence, stack=self._stack(rank), last=last, paused=paused)
@@ -200,7 +208,7 @@ class Processes:
         return own.partition(f'  File "{__file__}"')[0]
 
 
-def _paused(pid: int) -> bool:
+def _is_paused(pid: int) -> bool:
     """Whether SIGSTOP, or a debugger, holds the process."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2][:1]
@@ -241,7 +249,7 @@ def _live(
 ) -> None:
     """The whole life of a rank, which imports the plugins of its launcher: `names`."""
     gc.freeze()  # a collection would write to, and so copy, every page that the ranks share
-    for number in STOPPING:
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)  # until the rank has a way to answer it
     threading.Thread(target=_end_with_the_launcher, daemon=True).start()
@@ -254,7 +262,7 @@ def _live(
             os.dup2(out, stream)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr,unused-ignore]
     stacks = open(home / f"{rank}.stack", "w")  # noqa: SIM115 - open as long as the rank lives
-    os.environ[STACK] = stacks.name
+    os.environ[STACK_ENV] = stacks.name
     faulthandler.enable(stacks)
     if hasattr(faulthandler, "register"):
         faulthandler.register(_STACK_SIGNAL, stacks)
@@ -266,14 +274,14 @@ def _live(
         for name in names:
             plugins.load(name)
         function, args = pickle.loads(call)
-        value = named(function)(*args)
+        value = import_function(function)(*args)
         if isinstance(value, Generator):
             for item in value:
                 pipe.send_bytes(pickle.dumps(Yielded(item)))
             value = None
         message = pickle.dumps(End(rank, "returned", value=value))  # by value: not multiprocessing's shared memory
     except (Exception, SystemExit) as error:
-        user_error = error if isinstance(error, UserError) else plugins.blamed(error)
+        user_error = error if isinstance(error, UserError) else plugins.plugin_error(error)
         if isinstance(error, SystemExit) and user_error is None:
             (home / f"{rank}.cause").write_text(repr(error.__context__))
             raise
@@ -284,7 +292,7 @@ def _live(
         threading.Event().wait()
 
 
-def named(name: str) -> Callable[..., Any]:
+def import_function(name: str) -> Callable[..., Any]:
     """The function that "module:function" names."""
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
@@ -308,10 +316,10 @@ def _end_with_the_launcher() -> None:
 # tenth of a second. What a rank prints is kept, and shown only when a rank fails.
 
 
-_STARTING = Lock()  # threads may call, and `start` hides the caller's script from multiprocessing for a moment
-_THREADS = "OMP_NUM_THREADS"
+_START_LOCK = Lock()  # threads may call, and `start` hides the caller's script from multiprocessing for a moment
+_THREADS_ENV = "OMP_NUM_THREADS"
 _allowed: int | None = None
-_GRACE = 1.0  # seconds that the other ranks have after a first failure, to report theirs
+_REPORT_GRACE = 1.0  # seconds that the other ranks have after a first failure, to report theirs
 
 
 @dataclass(frozen=True)
@@ -350,14 +358,14 @@ def run(
 
     If it yields, `each` is called with the n-th values of all ranks, and `timeout` is the limit for each value."""
     seconds("timeout", timeout)
-    if absent("torch"):  # raised here, once, and not by each rank
+    if not_installed("torch"):  # raised here, once, and not by each rank
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     threads = max(1, min(cores() // world, _threads_of_user()))
-    os.environ.setdefault(_THREADS, str(threads))
+    os.environ.setdefault(_THREADS_ENV, str(threads))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the other ranks
     keep_freed_memory()
     env = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads), **os.environ}  # how many processes each rank compiles with
-    ends = call(world, function, *args, timeout=timeout, grace=_GRACE, env=env, threads=threads, each=each)
+    ends = call(world, function, *args, timeout=timeout, grace=_REPORT_GRACE, env=env, threads=threads, each=each)
     if any(end.kind != "returned" for end in ends):
         cause = min(ends, key=lambda end: end.blame).value
         raise cause if isinstance(cause, UserError) else RankError(ends, timeout)
@@ -368,7 +376,7 @@ def _threads_of_user() -> int:
     """How many threads whoever started this process allows; `run` itself sets the same variable in its first call."""
     global _allowed
     if _allowed is None:
-        given = os.environ.get(_THREADS, "").partition(",")[0].strip()  # a list has a number for each nested level
+        given = os.environ.get(_THREADS_ENV, "").partition(",")[0].strip()  # a list has a number for each nested level
         _allowed = int(given) if given.isdecimal() and int(given) else cores()
     return _allowed
 
@@ -388,7 +396,7 @@ def call(
     with tempfile.TemporaryDirectory(prefix="fivefold-") as home:
         processes = Processes(world, Path(home))
         try:
-            with _STARTING:
+            with _START_LOCK:
                 processes.start(f"{__name__}:_act", home, function, args, env=env, threads=threads)
             ends = processes.watch(lambda end: grace, timeout, yielded=yielded)
         finally:
@@ -397,4 +405,4 @@ def call(
 
 
 def _act(rank: int, world: int, home: str, function: str, args: tuple[Any, ...]) -> Any:
-    return named(function)(Rank(rank, world, Path(home)), *args)
+    return import_function(function)(Rank(rank, world, Path(home)), *args)

@@ -1,7 +1,7 @@
 """The log of a rank: what it prints is also written to RUN/logs/rank-N.log.
 
     capture(directory / "logs", world)     # from now on
-    stop()                                 # waits until all is written; called at the end of the process, too
+    stop()                                 # waits until all is written; also called at the end of the process
 
 A separate process (`launch/tee.py`) copies standard error, and standard output unless that is a terminal: it stays one,
 for the live display, and metrics.jsonl has the steps. So the log of a rank that is killed, aborts or segfaults is
@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from fivefold.launch import tee
-from fivefold.launch.watchdog import STACK
+from fivefold.launch.watchdog import STACK_ENV
 from fivefold.launch.world import World
 from fivefold.support.files import open_regular
 
@@ -90,7 +90,7 @@ def _redirect(path: Path) -> None:
 
 def _start_copier(path: Path, copied_fds: list[int]) -> tuple["subprocess.Popen[bytes]", bool]:
     """(the process, whether it copies); `copied_fds`: where it reads from and writes to, in turns."""
-    arguments = [path, MAX_BYTES, os.environ.get(LOCK_FILE, ""), os.environ.get(STACK, ""), *copied_fds]
+    arguments = [path, MAX_BYTES, os.environ.get(LOCK_FILE, ""), os.environ.get(STACK_ENV, ""), *copied_fds]
     copier = subprocess.Popen(
         # Without site-packages, and whatever the environment says: it starts at once, and is what we ship.
         [sys.executable, "-I", "-S", tee.__file__, *map(str, arguments)],

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
-_ANSWER = 20.0  # seconds within which a store that listens answers
-_TRIES = 5.0  # seconds for which torch tries to connect to one
+_ANSWER_TIMEOUT = 20.0  # seconds within which a store that listens answers
+_CONNECT_TIMEOUT = 5.0  # seconds for which torch tries to connect to one
 _LOOPBACK, _UP = 0x8, 0x1  # flags of an interface
 
 
@@ -92,7 +92,7 @@ class Rendezvous:
         while True:
             if self._listens(deadline):
                 try:
-                    return within(_ANSWER, lambda alive: _tcp_store(self.address, self.port))
+                    return within(_ANSWER_TIMEOUT, lambda alive: _tcp_store(self.address, self.port))
                 except (TimeoutError, RuntimeError):
                     if self._listens(deadline):  # else it has just ended, and another store may follow
                         raise UserError(
@@ -141,7 +141,7 @@ def _tcp_store(address: str, port: int, listener: int | None = None) -> "Store":
     from torch._C._distributed_c10d import TCPStore
 
     options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener}
-    timeout = timedelta(seconds=_TRIES)
+    timeout = timedelta(seconds=_CONNECT_TIMEOUT)
     return TCPStore(address, port, None, listener is not None, timeout, wait_for_workers=False, **options)
 
 
@@ -199,8 +199,8 @@ def is_loopback(interface: str) -> bool:
 # 127.0.1.1), which ranks of other machines cannot reach, and gloo's ranks wait for each other until a time limit.
 
 
-GLOO = "GLOO_SOCKET_IFNAME"
-_ADDRESS = 0x8915  # SIOCGIFADDR, Linux's question for an interface's address
+GLOO_INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # SIOCGIFADDR, Linux's question for an interface's address
 
 
 def check_interfaces(meeting: Rendezvous) -> None:
@@ -208,7 +208,11 @@ def check_interfaces(meeting: Rendezvous) -> None:
     _, address = meeting.resolved()[0]
     used = _interface_to(address, meeting.port)
     names = [name for _, name in socket.if_nameindex()]
-    hint = f", or {GLOO}={used}: {meeting.address} is reached over it" if used and not is_loopback(used) else ""
+    hint = (
+        f", or {GLOO_INTERFACE_ENV}={used}: {meeting.address} is reached over it"
+        if used and not is_loopback(used)
+        else ""
+    )
     for name in _user_interfaces():
         if name not in names:
             why = f"{socket.gethostname()} has no such interface, only {', '.join(names)}"
@@ -216,7 +220,9 @@ def check_interfaces(meeting: Rendezvous) -> None:
             why = "no other machine can reach a loopback interface"
         else:
             continue
-        raise UserError(f"{GLOO}={name}: {why}; nearest: unset {GLOO}{hint}", "environment.interface")
+        raise UserError(
+            f"{GLOO_INTERFACE_ENV}={name}: {why}; nearest: unset {GLOO_INTERFACE_ENV}{hint}", "environment.interface"
+        )
 
 
 def choose_interface(meeting: Rendezvous, store: "Store", size: int, timeout: float) -> str:
@@ -227,17 +233,17 @@ def choose_interface(meeting: Rendezvous, store: "Store", size: int, timeout: fl
     """
     found, chosen = _interface_to(_address_of_rank_0(meeting, store, size, timeout), meeting.port), _user_interfaces()
     if found and not chosen:
-        os.environ[GLOO] = found
+        os.environ[GLOO_INTERFACE_ENV] = found
     if found and chosen and found not in chosen:
-        conflict = f"this rank uses {', '.join(chosen)}, as {GLOO} says, but {meeting.address} is reached over {found}"
-        return f"{conflict}: unset {GLOO} on all ranks"
+        conflict = f"as {GLOO_INTERFACE_ENV} says, but {meeting.address} is reached over {found}"
+        return f"this rank uses {', '.join(chosen)}, {conflict}: unset {GLOO_INTERFACE_ENV} on all ranks"
     used = ", ".join(chosen) or found
-    return f"this rank uses {used}" if used else f"set {GLOO} to the interface that ranks share"
+    return f"this rank uses {used}" if used else f"set {GLOO_INTERFACE_ENV} to the interface that ranks share"
 
 
 def _user_interfaces() -> list[str]:
     """The interfaces that the user has set for gloo."""
-    return [name for name in os.environ.get(GLOO, "").split(",") if name]
+    return [name for name in os.environ.get(GLOO_INTERFACE_ENV, "").split(",") if name]
 
 
 def _address_of_rank_0(meeting: Rendezvous, store: "Store", size: int, timeout: float) -> str:
@@ -281,7 +287,7 @@ def interface_of(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # the interface has no address
-                answer = fcntl.ioctl(any_socket, _ADDRESS, struct.pack("256s", name.encode()[:15]))
+                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return ""
@@ -294,25 +300,28 @@ def interface_of(address: str) -> str:
 # run share, that only the user can read. A file that others may have read or written is refused, never ignored.
 
 
-SECRET = "FIVEFOLD_SECRET"
-_NAME = ".secret"
-_LEAST = 16  # characters
-_WAY_OUT = f"or set {SECRET} to {_LEAST} random characters or more, the same on all machines"
+SECRET_ENV = "FIVEFOLD_SECRET"
+_SECRET_FILE = ".secret"
+_MIN_SECRET_LENGTH = 16  # characters
+_WAY_OUT = f"or set {SECRET_ENV} to {_MIN_SECRET_LENGTH} random characters or more, the same on all machines"
 
 
 def secret_location(directory: Path, env: Mapping[str, str] = os.environ) -> str:
     """Where the secret is, for error messages: ranks with different secrets look for them in different places."""
-    return SECRET if SECRET in env else str((directory / _NAME).absolute())
+    return SECRET_ENV if SECRET_ENV in env else str((directory / _SECRET_FILE).absolute())
 
 
 def run_secret(directory: Path, env: Mapping[str, str] = os.environ) -> bytes:
     """The secret by which the ranks of a run below `directory` (its run.dir) know each other; the first rank to come
     creates it."""
-    if (value := env.get(SECRET)) is not None:
-        if len(value) < _LEAST:
-            raise UserError(f"{SECRET} has {len(value)} characters, and a secret has {_LEAST} or more", "secret.short")
+    if (value := env.get(SECRET_ENV)) is not None:
+        if len(value) < _MIN_SECRET_LENGTH:
+            raise UserError(
+                f"{SECRET_ENV} has {len(value)} characters, and a secret has {_MIN_SECRET_LENGTH} or more",
+                "secret.short",
+            )
         return os.fsencode(value)
-    path = directory / _NAME
+    path = directory / _SECRET_FILE
     try:
         if not os.path.lexists(path):
             _write_secret(path)
@@ -332,8 +341,8 @@ def run_secret(directory: Path, env: Mapping[str, str] = os.environ) -> bytes:
         ]
         problem = next((sentence for met, sentence in requirements if not met), "")
         secret = b"" if problem else stream.read(4096).strip()
-    if problem or len(secret) < _LEAST:
-        problem = problem or f"holds {len(secret)} characters, and a secret has {_LEAST} or more"
+    if problem or len(secret) < _MIN_SECRET_LENGTH:
+        problem = problem or f"holds {len(secret)} characters, and a secret has {_MIN_SECRET_LENGTH} or more"
         raise UserError(
             f"{path} cannot be trusted to keep a secret: it {problem}; delete it, {_WAY_OUT}", "secret.file"
         )
@@ -343,7 +352,7 @@ def run_secret(directory: Path, env: Mapping[str, str] = os.environ) -> bytes:
 def _write_secret(path: Path) -> None:
     """Write a new secret, whole or not at all: a rank that comes later must not read half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=_NAME)  # with mode 600
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=_SECRET_FILE)  # with mode 600
     try:
         with open(handle, "w") as stream:
             stream.write(secrets.token_hex(32))

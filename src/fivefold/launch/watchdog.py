@@ -1,6 +1,6 @@
 """Ends this rank if it hangs: prints its stacks, and what NCCL has not finished.
 
-    with watched(600):         # in a rank: if nothing moves for 600 s, it prints its stacks and ends
+    with watch(600):         # in a rank: if nothing moves for 600 s, it prints its stacks and ends
         ...
 
 What moves is counted in `heartbeat.py`. Time is counted only while the watchdog itself runs: a job that was suspended
@@ -18,23 +18,25 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fivefold.launch.heartbeat import MARGIN, TICK, Heart, StallDetector, my_heart, share
+from fivefold.launch.heartbeat import CHECK_INTERVAL, TIMEOUT_MARGIN, Heart, StallDetector, my_heart, share
 from fivefold.launch.waits import waits_there
 from fivefold.support.errors import PeerLost, TrainingError
 
-STACK = "FIVEFOLD_STACK"  # names the file into which faulthandler writes; a rank says why it ends in .cause beside it
-LONG = 3600.0  # seconds that building a model and compiling its first step may take without a beat
-_SHOWN = 3  # operations that are named
-_ASKING = 5.0  # seconds for CUDA to answer which operations it has not finished
+STACK_ENV = (
+    "FIVEFOLD_STACK"  # names the file into which faulthandler writes; a rank says why it ends in .cause beside it
+)
+BUILD_TIMEOUT = 3600.0  # seconds that building a model and compiling its first step may take without a beat
+_MAX_SHOWN = 3  # operations that are named
+_CUDA_QUERY_TIMEOUT = 5.0  # seconds for CUDA to answer which operations it has not finished
 
 
 @contextmanager
-def watched(timeout: float, rank: int = 0, world: int = 1) -> Iterator[None]:
+def watch(timeout: float, rank: int = 0, world: int = 1) -> Iterator[None]:
     """Watch this process while it does the work of a rank; end it once nothing has moved for `timeout` seconds."""
     heart, over = share(rank), threading.Event()
     heart.limit_by(timeout)
-    heart.enter("its start", LONG)
-    more = timeout / 10 + MARGIN if world > 1 else 0.0
+    heart.enter("its start", BUILD_TIMEOUT)
+    more = timeout / 10 + TIMEOUT_MARGIN if world > 1 else 0.0
     threading.Thread(target=_watch, args=(heart, rank, more, over), name="watchdog", daemon=True).start()
     try:
         yield
@@ -44,7 +46,7 @@ def watched(timeout: float, rank: int = 0, world: int = 1) -> Iterator[None]:
 
 
 def _watch(heart: Heart, rank: int, more: float, over: threading.Event) -> None:
-    stillness, tick = StallDetector(), min(TICK, heart.timeout / 4)
+    stillness, tick = StallDetector(), min(CHECK_INTERVAL, heart.timeout / 4)
     while not over.wait(tick):
         limit = heart.limit
         seconds = stillness.look(heart.count[0], 2 * tick)
@@ -66,10 +68,10 @@ def _end(rank: int, sentence: str) -> None:
     _tell_the_launcher(sentence)
     # CUDA is asked next, in a thread that is left behind if CUDA itself hangs. If it hangs with the GIL held, a timer
     # that does not need the GIL ends the process, though not with this code.
-    faulthandler.dump_traceback_later(3 * _ASKING, exit=True)
+    faulthandler.dump_traceback_later(3 * _CUDA_QUERY_TIMEOUT, exit=True)
     asking = threading.Thread(target=_say_what_nccl_does, args=(rank,), daemon=True)
     asking.start()
-    asking.join(_ASKING)
+    asking.join(_CUDA_QUERY_TIMEOUT)
     os._exit(code)
 
 
@@ -81,7 +83,7 @@ def _say_what_nccl_does(rank: int) -> None:
 
 def _tell_the_launcher(words: str) -> None:
     """Add words to the cause that our launcher reads once this process has ended. Other launchers have no such file."""
-    if stack := os.environ.get(STACK):
+    if stack := os.environ.get(STACK_ENV):
         with suppress(OSError), Path(stack).with_suffix(".cause").open("a") as file:
             file.write(words)
 
@@ -94,8 +96,8 @@ def _on_the_device() -> str:
         waiting = [_operation(entry) for entry in entries if entry["state"] != "completed"]
     except (ValueError, KeyError, TypeError, IndexError, RuntimeError):  # it differs between releases of PyTorch
         return ""
-    more = f" and {len(waiting) - _SHOWN} more" if len(waiting) > _SHOWN else ""
-    return f"NCCL has not finished {', '.join(waiting[:_SHOWN])}{more}" if waiting else ""
+    more = f" and {len(waiting) - _MAX_SHOWN} more" if len(waiting) > _MAX_SHOWN else ""
+    return f"NCCL has not finished {', '.join(waiting[:_MAX_SHOWN])}{more}" if waiting else ""
 
 
 def _operation(entry: dict[str, Any]) -> str:

@@ -10,14 +10,14 @@ from fivefold.launch.rendezvous import Rendezvous
 from fivefold.support.errors import UserError
 
 # Environment variables of torchrun and Slurm, and of our launcher.
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # how often the ranks have been started again
-REQUEUES = "SLURM_RESTART_COUNT"  # how often Slurm has started the job again
-RUN = "TORCHELASTIC_RUN_ID"  # the same for all starts of a run
-HERE = "LOCAL_WORLD_SIZE"  # how many ranks this node has
-PLANNED = "FIVEFOLD_PLANNED"  # seconds that our launcher took to find another layout
-STORE = "FIVEFOLD_STORE"  # the file at which the ranks of our launcher meet
-_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun alone; "True": its own store is at MASTER_ADDR
-_PORTS = range(20_000, 32_000)  # below Linux's ephemeral ports
+RESTARTS_ENV = "TORCHELASTIC_RESTART_COUNT"  # how often the ranks have been started again
+REQUEUES_ENV = "SLURM_RESTART_COUNT"  # how often Slurm has started the job again
+RUN_ID_ENV = "TORCHELASTIC_RUN_ID"  # the same for all starts of a run
+LOCAL_SIZE_ENV = "LOCAL_WORLD_SIZE"  # how many ranks this node has
+PLANNED_ENV = "FIVEFOLD_PLANNED"  # seconds that our launcher took to find another layout
+STORE_ENV = "FIVEFOLD_STORE"  # the file at which the ranks of our launcher meet
+_AGENT_STORE_ENV = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun alone; "True": its own store is at MASTER_ADDR
+_PORT_RANGE = range(20_000, 32_000)  # below Linux's ephemeral ports
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def current_world(env: Mapping[str, str] = os.environ) -> World:
 def ranks_here(env: Mapping[str, str] = os.environ) -> int:
     """How many ranks this node has; 1 where the environment does not say."""
     try:
-        return max(1, int(env.get(HERE) or _from_environment(env).local_size))
+        return max(1, int(env.get(LOCAL_SIZE_ENV) or _from_environment(env).local_size))
     except ValueError:
         return 1
 
@@ -77,7 +77,7 @@ def rank_here(env: Mapping[str, str] = os.environ) -> int:
 
 def starts_before(env: Mapping[str, str] = os.environ) -> int:
     """How often this run has been started again: by torchrun or our launcher, and by Slurm, which requeues a job."""
-    return sum(int(env.get(name, 0)) for name in (RESTARTS, REQUEUES))
+    return sum(int(env.get(name, 0)) for name in (RESTARTS_ENV, REQUEUES_ENV))
 
 
 def _from_environment(env: Mapping[str, str]) -> World:
@@ -89,27 +89,27 @@ def _from_environment(env: Mapping[str, str]) -> World:
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World:
-    """From torchrun's variables, which our own launcher or a user may have set, too."""
+    """From torchrun's variables, which our own launcher or a user may also have set."""
     size = int(env["WORLD_SIZE"])
-    local_size, alone = int(env.get(HERE, size)), env.get(HERE) == env["WORLD_SIZE"]
-    agent = env.get(_AGENT) == "True"
+    local_size, alone = int(env.get(LOCAL_SIZE_ENV, size)), env.get(LOCAL_SIZE_ENV) == env["WORLD_SIZE"]
+    agent = env.get(_AGENT_STORE_ENV) == "True"
     address = env.get("MASTER_ADDR", "")
     if alone and address and not agent:
         address = "127.0.0.1"
-    meeting = Rendezvous(env.get(STORE, ""), address, int(env.get("MASTER_PORT", 0)), agent, alone)
+    meeting = Rendezvous(env.get(STORE_ENV, ""), address, int(env.get("MASTER_PORT", 0)), agent, alone)
     # Each of torchrun's agents counts its own starts: one whose ranks failed counts one more than the others.
-    start = None if _AGENT in env else int(env.get(RESTARTS, 0))
+    start = None if _AGENT_STORE_ENV in env else int(env.get(RESTARTS_ENV, 0))
     local_rank = int(env.get("LOCAL_RANK", 0))
-    return World(int(env["RANK"]), size, local_rank, local_size, True, meeting, env.get(RUN, ""), start)
+    return World(int(env["RANK"]), size, local_rank, local_size, True, meeting, env.get(RUN_ID_ENV, ""), start)
 
 
 def _from_slurm(env: Mapping[str, str]) -> World:
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost"
     size = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(size)
-    run, start = f"{env.get('SLURM_JOB_ID', '0')}.{env['SLURM_STEP_ID']}", int(env.get(REQUEUES, 0))
+    run, start = f"{env.get('SLURM_JOB_ID', '0')}.{env['SLURM_STEP_ID']}", int(env.get(REQUEUES_ENV, 0))
     # Equal on all ranks, but different for each job, each step of a job and each start.
-    port = _PORTS[zlib.crc32(f"{run}.{start}".encode()) % len(_PORTS)]
+    port = _PORT_RANGE[zlib.crc32(f"{run}.{start}".encode()) % len(_PORT_RANGE)]
     alone = first_host(nodes) == nodes
     address = "127.0.0.1" if alone else env.get("MASTER_ADDR", first_host(nodes))
     return World(

@@ -1,15 +1,15 @@
 """The axis table: all groups of ranks, their names, and the ranks that form each of them.
 
-A layout arranges its ranks in a grid. Each degree (dp, pp, cp, tp) is one dimension of that grid, and `ORDER` numbers
-the ranks: tp varies fastest, so ranks that communicate most are neighbours within a node. An axis is a product of
-dimensions: `dp_cp` is dp x cp. Hybrid sharding divides dp once more, into `replicate` x `shard`.
+A layout arranges its ranks in a grid. Each degree (dp, pp, cp, tp) is one dimension of that grid, and `RANK_ORDER`
+numbers the ranks: tp varies fastest, so ranks that communicate most are neighbours within a node. An axis is a product
+of dimensions: `dp_cp` is dp x cp. Hybrid sharding divides dp once more, into `replicate` x `shard`.
 
 Experts factor the same ranks differently: the ranks of a stage, dp x cp x tp, are `replicate` x `efsdp` x `ep` in a
 second grid, and experts are sharded over `ep`. A grid lists factors, slowest first; each factor is an attribute of the
 layout, and their product is the world. The readers of the table (the mesh, the traffic counter, the planner) take every
-axis that is in it; those of `EXPERT_AXES` only for a model that has experts.
+axis that is in it; `EXPERT_AXES` only for a model that has experts.
 
-To add an axis: a field and its place in `ORDER`, a line in `AXES`, and its name in the compound axes that it joins.
+To add an axis: a field, its place in `RANK_ORDER`, a line in `AXES`, and its name in the compound axes that it joins.
 """
 
 import math
@@ -19,12 +19,12 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from fivefold.support.ranges import RANKS, within
+from fivefold.support.ranges import MAX_RANKS, within
 
-ORDER = ("dp", "pp", "cp", "tp")  # of the ranks' numbers, slowest first
-PLACED = ORDER[::-1]  # the fastest first: which ranks share a node
+RANK_ORDER = ("dp", "pp", "cp", "tp")  # of the ranks' numbers, slowest first
+PLACEMENT_ORDER = RANK_ORDER[::-1]  # the fastest first: which ranks share a node
 # The same ranks stage by stage. Grids have pp first because torch 2.11 joins only neighbouring dimensions.
-STAGES = ("pp", *(axis for axis in ORDER if axis != "pp"))
+STAGE_ORDER = ("pp", *(axis for axis in RANK_ORDER if axis != "pp"))
 
 # Every axis, in the order in which traffic is shown, and what it is made of, slowest first.
 AXES: dict[str, tuple[str, ...]] = {
@@ -35,25 +35,25 @@ AXES: dict[str, tuple[str, ...]] = {
     "replicate": ("replicate",),  # hybrid sharding: the copies of a shard
     "fsdp": ("shard", "cp"),  # what ZeRO shards over
     "dp_cp": ("dp", "cp"),  # ranks with the same weights and other tokens
-    "world": ORDER,
+    "world": RANK_ORDER,
     "embedding": ("pp",),  # of each pipeline the two ranks with the first and the last stage, which share a tied one
     "batch": ("dp",),  # ranks with other sequences
     "ep": ("ep",),
     "efsdp": ("efsdp",),  # what ZeRO shards experts over
     "expert_dp": ("replicate", "efsdp"),  # ranks with the same experts
     "cp_tp": ("cp", "tp"),  # ranks that share a sequence, and each route a part of it
-    "stage": STAGES[1:],  # all ranks that have the same layers
+    "stage": STAGE_ORDER[1:],  # all ranks that have the same layers
 }
 EXPERT_AXES = ("ep", "efsdp", "expert_dp", "cp_tp", "stage")
-_PARTS = {"dp": ("replicate", "shard")}
+_FACTORS = {"dp": ("replicate", "shard")}
 
 
-def _divided(axes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(part for axis in axes for part in _PARTS.get(axis, (axis,)))
+def _factor_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(part for axis in axes for part in _FACTORS.get(axis, (axis,)))
 
 
-DENSE = _divided(STAGES)
-SPARSE = ("pp", "replicate", "efsdp", "ep")  # of experts
+DENSE_GRID = _factor_axes(STAGE_ORDER)
+EXPERT_GRID = ("pp", "replicate", "efsdp", "ep")  # of experts
 
 
 def shown_order(axis: str) -> int:
@@ -61,14 +61,14 @@ def shown_order(axis: str) -> int:
     return list(AXES).index(axis) if axis in AXES else len(AXES)
 
 
-Degree = Annotated[int, within(1, RANKS)]
+Degree = Annotated[int, within(1, MAX_RANKS)]
 
 
 class Axes(msgspec.Struct, frozen=True, kw_only=True):
     """The degrees of a layout, and what follows from them: every axis's size, and where each rank stands."""
 
     table: ClassVar[Mapping[str, tuple[str, ...]]] = AXES
-    grids: ClassVar[tuple[tuple[str, ...], ...]] = (DENSE, SPARSE)
+    grids: ClassVar[tuple[tuple[str, ...], ...]] = (DENSE_GRID, EXPERT_GRID)
 
     dp: Degree = 1  # replicas, each with its own part of the batch
     tp: Degree = 1  # ranks that share every matrix
@@ -142,7 +142,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """A rank's coordinate along each degree."""
-        return {axis: rank // stride % getattr(self, axis) for axis, stride in self._strides(ORDER).items()}
+        return {axis: rank // stride % getattr(self, axis) for axis, stride in self._strides(RANK_ORDER).items()}
 
     def place(self, rank: int) -> str:
         """A rank's coordinates as text, for degrees above one: 'dp 1, pp 0'."""
@@ -150,7 +150,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
 
     def rank(self, **coordinates: int) -> int:
         """The rank at these coordinates; those that are not given are 0."""
-        return sum(coordinates.get(axis, 0) * stride for axis, stride in self._strides(ORDER).items())
+        return sum(coordinates.get(axis, 0) * stride for axis, stride in self._strides(RANK_ORDER).items())
 
     def pipeline(self, rank: int) -> int:
         """The number of the pipeline that a rank belongs to."""
@@ -189,7 +189,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
 
     def factors(self, axis: str) -> tuple[str, ...]:
         """The dimensions of a grid whose product an axis is."""
-        return _divided(self.table[axis])
+        return _factor_axes(self.table[axis])
 
     def grid_of(self, *axes: str) -> tuple[str, ...]:
         """The grid that has the axes' factors."""
@@ -198,13 +198,13 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
 
     def by_stage(self) -> list[int]:
         """The ranks' numbers stage by stage: the order in which grids factor them."""
-        strides = self._strides(ORDER)
-        return list(_numbered(tuple((getattr(self, axis), strides[axis]) for axis in STAGES)))
+        strides = self._strides(RANK_ORDER)
+        return list(_rank_offsets(tuple((getattr(self, axis), strides[axis]) for axis in STAGE_ORDER)))
 
     def _by_stage(self, rank: int) -> int:
         """A rank's place in that order."""
         at = self.coordinates(rank)
-        return sum(at[axis] * stride for axis, stride in self._strides(STAGES).items())
+        return sum(at[axis] * stride for axis, stride in self._strides(STAGE_ORDER).items())
 
     def _strides(self, factors: tuple[str, ...]) -> dict[str, int]:
         """How far apart neighbours along each factor are."""
@@ -213,7 +213,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @lru_cache(maxsize=32)  # who asks for one group asks for others
-def _numbered(dimensions: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+def _rank_offsets(dimensions: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
     return tuple(_offsets(list(dimensions)))
 
 

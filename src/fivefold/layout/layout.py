@@ -17,18 +17,18 @@ from fivefold.layout.axes import Axes, Degree
 from fivefold.layout.rules import Given, has_copies
 from fivefold.layout.rules import problems as rule_problems
 from fivefold.schedules.info import ScheduleInfo
-from fivefold.schedules.registry import LARGEST, record_of
+from fivefold.schedules.registry import MAX_SIZE, record_of
 from fivefold.schedules.schedule import Placement
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.parsing import read, unknown_key
-from fivefold.support.ranges import RANKS, outside, within
+from fivefold.support.ranges import MAX_RANKS, outside, within
 
 # ---- commas ---------------------------------------------------------------------------------------------------------
 # A layout that was written with spaces for commas, and how it is written: dp=8 zero=3 is dp=8,zero=3.
 
 
-SPACED = "a layout has commas and no spaces"
+SPACES_HINT = "a layout has commas and no spaces"
 # Not every space: a schedule's file may have one, and one may stand beside a comma or an equals sign.
 _FOR_COMMA = re.compile(r"(?<=[^\s,=])\s+(?=[a-z_]+\s*=|(?:sp|\d+)(?:[\s,]|$))")
 
@@ -71,7 +71,7 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dispatch: Dispatch = "alltoall"  # how tokens reach their experts
     schedule: str = "1f1b"
     chunks: Annotated[int, within(1, 1000)] = 0  # stages per pipeline rank; 0: the schedule's own
-    microbatches: Annotated[int, within(1, LARGEST)] = 1  # per dp rank and step
+    microbatches: Annotated[int, within(1, MAX_SIZE)] = 1  # per dp rank and step
     recompute: Recompute = "none"
     split: tuple[int, ...] = ()  # layers of each stage; empty: balanced
 
@@ -82,7 +82,7 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def record(self) -> ScheduleInfo:
-        """The facts of its schedule; raises if there is none of that name."""
+        """The facts of its schedule; UserError if no schedule has that name."""
         return record_of(self.schedule)
 
     @property
@@ -133,7 +133,7 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def parse(cls, text: str) -> Self:
         """Read "dp=2,tp=2,sp,split=3,5": commas separate, a bare flag is true, numbers after split= belong to it."""
         if (joined := with_commas(text)) != text.strip():
-            raise UserError(f"{SPACED}; write {joined}", "layout.spaces")
+            raise UserError(f"{SPACES_HINT}; write {joined}", "layout.spaces")
         values: dict[str, str] = {}
         problems: list[str] = []
         last = ""
@@ -204,8 +204,8 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
         out_of_range = {field: Problem(f"layout.{field}.range", text) for field, text in wrong.items()}
         # The other rules divide by these: they are checked with values in range.
         in_range = msgspec.structs.replace(self, **dict.fromkeys(out_of_range, 1))
-        if in_range.world > RANKS:
-            many = f"layout {in_range} has {in_range.world} ranks, which is more than {RANKS}"
+        if in_range.world > MAX_RANKS:
+            many = f"layout {in_range} has {in_range.world} ranks, which is more than {MAX_RANKS}"
             return [*out_of_range.values(), Problem("layout.ranks.most", many)]
         given = Given(spec, None if out_of_range else world, seq, batch, ranks_by)
         return [*out_of_range.values(), *rule_problems(in_range, given)]
@@ -215,5 +215,5 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.zero == 3 and self.has_copies(spec)
 
     def has_copies(self, spec: ModelSpec) -> bool:
-        """Whether ranks hold the same parameters, which ZeRO can shard: dense ones, or those of experts."""
+        """Whether ranks hold the same parameters, dense or of experts, which ZeRO can shard."""
         return bool(has_copies(self, spec))

@@ -14,10 +14,9 @@ about P/N elements on the way to the owners, once, and C P/N on the way back: wi
 gathering every matrix on every rank would be P, and computing all updates everywhere N times the FLOPs. No rank can
 compute less than total/N; what is above it is at most the last matrix that was dealt, which cannot be cut.
 
-An owner takes its matrices in batches of one shape, so that many small ones are one product, and none holds more than
-`BATCH` elements (or one matrix). A round is one batch of every owner: one all-to-all to the owners, and one back for
-each of the copies of a part, so that no buffer is larger than the matrices in it. What an owner holds itself is not
-sent.
+An owner takes its matrices in batches of one shape and of at most `MAX_BATCH_ELEMENTS` elements (or one matrix), so
+that many small ones are one product. A round is one batch of every owner: one all-to-all to the owners, one back for
+each of the copies of a part, so that no buffer is larger than the matrices in it. An owner's own parts are not sent.
 
 Where every rank of the stage holds all matrices of a round whole (ZeRO 0 without tp), nothing is sent before the rule
 runs, and the updates are all-gathered: those of several rounds together, in calls of a bounded size.
@@ -38,13 +37,13 @@ from fivefold.optim.base import OptimizerConfig, matrix_flops, reads_whole
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
 
-BATCH = 1 << 26  # elements that an owner computes with at a time: in bfloat16 an eighth of a GB
-KEPT = 2 * BATCH  # elements of an owner's updates that wait to be all-gathered together
-GATHERED = 4 * BATCH  # elements that an all-gather brings to a rank at most
+MAX_BATCH_ELEMENTS = 1 << 26  # elements that an owner computes with at a time: in bfloat16 an eighth of a GB
+MAX_WAITING_ELEMENTS = 2 * MAX_BATCH_ELEMENTS  # elements of an owner's updates that wait to be all-gathered together
+MAX_GATHERED_ELEMENTS = 4 * MAX_BATCH_ELEMENTS  # elements that an all-gather brings to a rank at most
 
 
 class Matrix(NamedTuple):
-    """One matrix of a parameter: all of its rows, or those of one expert."""
+    """One matrix of a parameter: all of its rows, or one expert's."""
 
     parameter: Parameter
     rows: range
@@ -104,12 +103,12 @@ class Gather:
     """The all-gathers of the updates of consecutive rounds, the same on every rank."""
 
     parts: list[list[Part]]  # by owner: whole matrices, one after the other
-    length: int  # elements of the owner that has most; those of others are padded to it
+    length: int  # elements of the owner that has most; the others' are padded to it
 
     @property
     def calls(self) -> list[range]:
         """Of each call the elements that every owner gives."""
-        step = max(1, GATHERED // len(self.parts))
+        step = max(1, MAX_GATHERED_ELEMENTS // len(self.parts))
         return [range(first, min(first + step, self.length)) for first in range(0, self.length, step)]
 
 
@@ -133,14 +132,14 @@ class Round:
 
     @property
     def unread(self) -> list[list[Part]]:
-        """The others, whose states advance alone: in lists of `BATCH` elements at most, or of one part."""
+        """The others, whose states advance alone: in lists of `MAX_BATCH_ELEMENTS` elements at most, or of one part."""
         read = {*map(id, self.read)}
         lists: list[list[Part]] = []
-        size = BATCH
+        size = MAX_BATCH_ELEMENTS
         for part in self.held:
             if id(part) in read:
                 continue
-            if size + part.size > BATCH:
+            if size + part.size > MAX_BATCH_ELEMENTS:
                 lists.append([])
                 size = 0
             lists[-1].append(part)
@@ -303,7 +302,7 @@ class MatrixOwners:
                 kept = []
                 continue
             sizes = [sum(math.prod(matrix.shape) for matrix in batch) for batch in batches]
-            if not kept or max(map(sum, zip(kept, sizes, strict=True))) > KEPT:
+            if not kept or max(map(sum, zip(kept, sizes, strict=True))) > MAX_WAITING_ELEMENTS:
                 runs.append([])
                 kept = [0] * len(sizes)
             runs[-1].append(number)
@@ -387,7 +386,7 @@ def _batches(matrices: list[Matrix]) -> list[Batch]:
         by_shape[matrix.shape].append(matrix)
     batches: list[Batch] = []
     for shape in sorted(by_shape, reverse=True):
-        alike, several = by_shape[shape], max(1, BATCH // math.prod(shape))
+        alike, several = by_shape[shape], max(1, MAX_BATCH_ELEMENTS // math.prod(shape))
         batches += [alike[first : first + several] for first in range(0, len(alike), several)]
     return batches
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 from fivefold.layout.axes import Axes
 from fivefold.schedules.actions import COLLECTIVES
 from fivefold.schedules.info import ScheduleInfo
-from fivefold.schedules.registry import LARGEST, RECORDS, size_problem
+from fivefold.schedules.registry import MAX_SIZE, RECORDS, size_problem
 from fivefold.schedules.schedule import Schedule
 from fivefold.spec.kinds import MLP, BlockKind
 from fivefold.spec.model import ModelSpec
@@ -126,7 +126,7 @@ def both_ends(of: Any) -> Any:
 
 
 def has_copies(of: Any, spec: ModelSpec) -> Any:
-    """Whether ranks hold the same parameters, which ZeRO can shard: dense ones, or those of experts."""
+    """Whether ranks hold the same parameters, dense or of experts, which ZeRO can shard."""
     dense = of.size("dp_cp") > 1
     return dense if spec.experts is None else dense | (of.size("expert_dp") > 1)
 
@@ -168,7 +168,7 @@ RULES: dict[str, Callable[[Layouts, Given], Any]] = {
     "layout.schedule.first": _in_file(lambda of, file: file.placement.owner[0] == 0),
     "layout.schedule.collectives": _in_file(lambda of, file: not file.count(*COLLECTIVES)),
     "layout.chunks.schedule": lambda of, given: of.record.any_chunks | (of.chunks == of.record.chunks),
-    "layout.schedule.size": lambda of, given: of.stages * of.microbatches <= LARGEST,
+    "layout.schedule.size": lambda of, given: of.stages * of.microbatches <= MAX_SIZE,
     "layout.microbatches.schedule": lambda of, given: of.microbatches >= of.record.least * of.pp,
     "layout.split.negative": lambda of, given: min(of.split, default=0) >= 0,
     "layout.split.stages": lambda of, given: not of.split or len(of.split) == of.stages,
@@ -191,7 +191,7 @@ RULES: dict[str, Callable[[Layouts, Given], Any]] = {
 
 # Rules that are not asked where a problem was said before whose code begins so: theirs would only follow from it, or
 # there is no schedule to ask.
-AFTER: dict[str, str | tuple[str, ...]] = {
+CHECKED_AFTER: dict[str, str | tuple[str, ...]] = {
     "layout.tp.kv_heads": "layout.tp.heads",
     **dict.fromkeys((f"layout.schedule.{what}" for what in ("degree", "stages", "first", "collectives")),
                     "layout.schedule.unknown"),
@@ -210,15 +210,15 @@ OF_THE_REST = [code for code in RULES if code not in OF_EXPERTS]
 
 
 def legal(of: Any, given: Given, codes: Iterable[str] = RULES) -> Any:
-    """Whether every rule holds, or these: of a `Layout` or of `Layouts`, the schedule of which exists."""
+    """Whether every rule (or these) holds for a `Layout` or `Layouts` whose schedule exists."""
     return reduce(operator.and_, (RULES[code](of, given) for code in codes), True)
 
 
 def problems(layout: Any, given: Given) -> list[Problem]:
-    """What is wrong with one layout, the numbers of which are in the ranges of their fields."""
+    """What is wrong with one layout whose numbers are in the ranges of their fields."""
     said: list[Problem] = []
     for code, holds in RULES.items():
-        asked = not any(problem.code.startswith(AFTER.get(code, ())) for problem in said)
+        asked = not any(problem.code.startswith(CHECKED_AFTER.get(code, ())) for problem in said)
         if asked and not holds(layout, given):
             said += [Problem(code, sentence) for sentence in _SENTENCES[code.split(".")[1]](code, layout, given)]
     return said

@@ -17,7 +17,7 @@ from fivefold.schedules.schedule import Schedule
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import EMBEDDING_UNIT, HEAD_UNIT, Parameter, block, head
 
-HALVINGS = 64  # of an interval: bisection to the last bit
+BISECTION_STEPS = 64  # of an interval: bisection to the last bit
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Stage:
 @lru_cache(maxsize=1024)  # the planner asks for each of its layouts
 def stages_of(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
     """The stages of a layout: as its `split` says, or balanced."""
-    sizes = layout.split or balanced(spec, layout.stages, seq)
+    sizes = layout.split or balance_layers(spec, layout.stages, seq)
     ends = [0, *accumulate(sizes)]
     layers = [range(*pair) for pair in pairwise(ends)]
     return tuple(Stage(n, own, first=n == 0, last=n == len(sizes) - 1) for n, own in enumerate(layers))
 
 
 @lru_cache(maxsize=4096)
-def balanced(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
+def balance_layers(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
     """Layers of each stage such that the slowest stage is as fast as can be; then, that the others are as even.
 
     Where all layers cost the same, trying every size of the first stage, dividing the rest evenly and trying the sizes
@@ -94,7 +94,7 @@ def _partition(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
         return stops
 
     least, most = max(ends), before[-1] + max(ends)
-    for _ in range(HALVINGS):
+    for _ in range(BISECTION_STEPS):
         middle = (least + most) / 2
         least, most = (least, middle) if furthest(middle)[-1] == spec.layers else (middle, most)
     most *= 1 + 1e-12

@@ -15,7 +15,7 @@ import msgspec
 
 from fivefold.support.errors import Problem
 from fivefold.support.plugin_settings import class_shortcomings
-from fivefold.support.plugins import untrusted
+from fivefold.support.plugins import untrusted_problem
 
 if TYPE_CHECKING:
     import torch
@@ -96,4 +96,4 @@ class UnknownLoss(Loss, frozen=True, kw_only=True):
     """One that a stored job names, and whose module nobody has imported here: its settings, and no rule."""
 
     def problems(self) -> Iterator[Problem]:
-        yield untrusted("loss.name", self.name)
+        yield untrusted_problem("loss.name", self.name)

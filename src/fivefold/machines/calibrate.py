@@ -29,7 +29,7 @@ from fivefold.launch import world as worlds
 from fivefold.launch.device import TORCH_DTYPES, choose_backend, choose_device
 from fivefold.launch.handshake import claim
 from fivefold.launch.host import cores
-from fivefold.launch.watchdog import watched
+from fivefold.launch.watchdog import watch
 from fivefold.machines.clock import Clock, Timing, timed_collectives
 from fivefold.machines.fit import ATTENTION, Samples, fitted
 from fivefold.machines.kernels import Kernels, block_of, of_device
@@ -38,8 +38,8 @@ from fivefold.model.ops import LocalOps
 from fivefold.parallel.control import gather_values
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import RANKS, checked, within
-from fivefold.support.text import counted
+from fivefold.support.ranges import MAX_RANKS, check_range, within
+from fivefold.support.text import plural
 
 T = TypeVar("T")
 CORE_ROUNDS = 3  # measurements of a core: other work on the machine may spoil one
@@ -148,7 +148,7 @@ def device_name(device: torch.device) -> str:
     """torch's name of a GPU; 'a CPU, 2 threads'."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return f"a CPU, {counted(torch.get_num_threads(), 'thread')}"
+    return f"a CPU, {plural(torch.get_num_threads(), 'thread')}"
 
 
 def ceilings(device: torch.device, rate: float, bandwidth: float) -> Accelerator:
@@ -186,7 +186,7 @@ def calibrate_ranks(device: str = "auto", nproc: int | None = None, quick: bool 
     """The speeds of `nproc` ranks of this machine (default: one for each GPU or core), measured at once."""
     chosen = choose_device(device)
     size = nproc or (torch.cuda.device_count() if chosen.type == "cuda" else cores())
-    checked("nproc", size, within(2, RANKS, "one rank has nothing to compare with"))
+    check_range("nproc", size, within(2, MAX_RANKS, "one rank has nothing to compare with"))
     speeds = processes.run(size, "fivefold.machines.calibrate:local_rank_speed", device, quick, timeout=_TIMEOUT_S)
     return RanksResult(speeds)
 
@@ -202,7 +202,7 @@ def calibrate_launched_ranks(world: worlds.World, device: str, quick: bool) -> R
     """Measure the ranks that torchrun or Slurm has started, of which this process is one. Returns the result on rank 0,
     None on the others."""
     chosen, job = choose_device(device, world.local_rank), read_job(None, [])
-    with watched(_TIMEOUT_S, world.rank, world.size):
+    with watch(_TIMEOUT_S, world.rank, world.size):
         group.join(world, choose_backend(chosen, world.local_size), job.train.timeout, claim(job, "", world, PURPOSE))
         try:
             speeds = gather_values(rank_speed(chosen, world.local_size, quick), RankSpeed)

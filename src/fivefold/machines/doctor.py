@@ -23,7 +23,7 @@ from fivefold.machines.judge import Examination, findings, flops_text, rate_text
 from fivefold.render.blocks import Block, Result, Row, Table, Text
 from fivefold.support.errors import UserError
 from fivefold.support.parsing import path_of
-from fivefold.support.text import bytes_text, counted
+from fivefold.support.text import bytes_text, plural
 
 # ---- result ---------------------------------------------------------------------------------------------------------
 # An examination as tables, and as sentences about its outliers.
@@ -60,7 +60,7 @@ class DoctorResult(Result):
 
     def blocks(self) -> Iterator[Block]:
         nodes, ranks = self.exam.nodes, self.exam.reports
-        yield Text(f"{counted(len(ranks), 'rank')} on {counted(len(nodes), 'node')}, {self.exam.job.layout}", "bold")
+        yield Text(f"{plural(len(ranks), 'rank')} on {plural(len(nodes), 'node')}, {self.exam.job.layout}", "bold")
         versions = {name: version for report in ranks for name, version in report.versions.items()}
         yield Text(", ".join(f"{name} {version}" for name, version in versions.items()), "dim")
         if shared := self.exam.sharing:
@@ -77,7 +77,7 @@ class DoctorResult(Result):
             yield self._axes()
         for sentence in self.findings:
             yield Text(sentence, "bad")
-        verdict = f"{counted(len(self.findings), 'outlier')} found"
+        verdict = f"{plural(len(self.findings), 'outlier')} found"
         yield Text(f"{verdict if self.findings else 'all is well'}; {self.seconds:.0f} s", "" if self.ok else "bold")
 
     def _devices(self) -> Table:
@@ -224,7 +224,7 @@ def _elsewhere(job: Job, words: str) -> str:
     if cluster and cluster.nodes > 1 and world > max(group.gpus for group in cluster.groups):
         why = f"they are those of {cluster.nodes} nodes, run.cluster={job.run.cluster}"
     elif world > max(_FEW, _CROWD * cores()):
-        why = f"this machine has {counted(cores(), 'core')}"
+        why = f"this machine has {plural(cores(), 'core')}"
     else:
         return ""
     commands = [f"srun -n{world} fivefold doctor {words}"]

@@ -23,8 +23,8 @@ from fivefold.launch.device import (
     pci_address,
 )
 from fivefold.launch.handshake import claim
-from fivefold.launch.watchdog import watched
-from fivefold.layout.axes import PLACED
+from fivefold.launch.watchdog import watch
+from fivefold.layout.axes import PLACEMENT_ORDER
 from fivefold.machines import node as this_node
 from fivefold.machines.calibrate import device_name
 from fivefold.machines.clock import Clock, timed_collectives
@@ -141,7 +141,7 @@ def launched_rank_reports(job: Job, world: worlds.World) -> list[RankReport]:
     """What each rank runs that torchrun or Slurm has started. Returns all reports on rank 0, none on the others."""
     device = choose_device(job.train.device, world.local_rank)
     bind(device, world)
-    with watched(job.train.timeout, world.rank, world.size):
+    with watch(job.train.timeout, world.rank, world.size):
         proof = claim(job, "", world, PURPOSE)
         apart = world.apart and world.size > 1
         backend = choose_backend(device, world.local_size, job.train, world.rank, apart)
@@ -198,7 +198,7 @@ def examine(job: Job, mesh: Mesh, first: bool) -> RankReport:
 def _with_links(report: RankReport, mesh: Mesh, begin: Callable[[str], None]) -> RankReport:
     """The report with the measured links of every axis."""
     rings, messages = [], []
-    for name in PLACED:
+    for name in PLACEMENT_ORDER:
         axis = getattr(mesh, name)
         if axis.size == 1:
             continue

@@ -16,7 +16,7 @@ from typing import Any
 from fivefold.launch import faults
 from fivefold.launch.handshake import code_digest
 from fivefold.launch.host import cores
-from fivefold.launch.local import SHARING
+from fivefold.launch.local import SHARED_GPU_HOST_PREFIX
 from fivefold.machines.judge import Disk, Gpu
 from fivefold.version import __version__
 
@@ -34,7 +34,7 @@ def node_name(env: Mapping[str, str] = os.environ) -> str:
 def host_id(env: Mapping[str, str] = os.environ) -> str:
     """The NCCL_HOSTID that this rank has inherited; empty for the one that `choose_backend` sets for a shared GPU."""
     inherited = env.get("NCCL_HOSTID", "")
-    return "" if inherited.startswith(SHARING) else inherited
+    return "" if inherited.startswith(SHARED_GPU_HOST_PREFIX) else inherited
 
 
 def versions(cuda: bool) -> dict[str, str]:

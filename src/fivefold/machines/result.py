@@ -18,11 +18,11 @@ from fivefold.hardware.accelerators import Accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.launch.handshake import ranks_text
 from fivefold.layout.layout import Layout
-from fivefold.planner.mixed_compare import slowed
+from fivefold.planner.mixed_compare import slow_accelerator
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.support.parsing import toml_value
-from fivefold.support.text import counted, printable
+from fivefold.support.text import plural, printable
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class RanksResult(Result):
     @property
     def sentence(self) -> str:
         """Which ranks are slow, and by how much."""
-        world, noise = counted(len(self.speeds), "rank"), f"within {self.tolerance:.0%}, the noise of this run"
+        world, noise = plural(len(self.speeds), "rank"), f"within {self.tolerance:.0%}, the noise of this run"
         if len(self.classes) == 1:
             return f"{world} at work at once: all have one speed, {noise}"
         slow = [
@@ -208,7 +208,7 @@ def at_pace(core: Accelerator, seconds: float, spec: ModelSpec, samples: int, se
         seq=seq,
         precision="fp32",
     )
-    return slowed(core, seconds / sum(part.total for part in cost.block))
+    return slow_accelerator(core, seconds / sum(part.total for part in cost.block))
 
 
 def _groups(run: Sequence[RankSpeed], device: Accelerator) -> Iterator[Group]:

@@ -20,7 +20,7 @@ class LayerCache:
     def extend(self, *tensors: Tensor, dim: int = 1, last: int | None = None) -> tuple[Tensor, ...]:
         """Those of the earlier tokens that are kept, followed by these, along `dim`; [B, tokens, ...] each.
 
-        From now on these are kept, too: all of them, or with `last` so many of the last tokens.
+        From now on these are also kept: all of them, or with `last` so many of the last tokens.
         """
         if last is not None:
             earlier = self.tensors or tuple(x.narrow(dim, 0, 0) for x in tensors)

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
-BACKEND = "inductor"
+COMPILER_BACKEND = "inductor"
 _MAX_GRAPHS = 512  # of one function
 
 
-def compiled(function: AnyFunction) -> AnyFunction:
+def compile_function(function: AnyFunction) -> AnyFunction:
     """The compiled function, with constant shapes: a run has one shape of microbatches, and one of evaluation.
 
     Dropout has a key for each layer, so each layer has its own graph. More than `_MAX_GRAPHS` are an error: PyTorch
@@ -22,7 +22,7 @@ def compiled(function: AnyFunction) -> AnyFunction:
     """
     torch._dynamo.config.recompile_limit = _MAX_GRAPHS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return torch.compile(function, dynamic=False, backend=BACKEND)  # type: ignore[return-value]
+    return torch.compile(function, dynamic=False, backend=COMPILER_BACKEND)  # type: ignore[return-value]
 
 
 def compilation() -> tuple[int, dict[str, int]]:

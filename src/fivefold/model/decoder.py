@@ -15,7 +15,7 @@ from fivefold.layout.layout import Recompute
 from fivefold.layout.stages import Stage
 from fivefold.model import philox
 from fivefold.model.cache import LayerCache
-from fivefold.model.compiler import compiled
+from fivefold.model.compiler import compile_function
 from fivefold.model.layers import Linear, TokenPositions, accum_dtype
 from fivefold.model.linear_cross_entropy import Targets
 from fivefold.model.load_balancing import UNBALANCED, Balance
@@ -23,11 +23,11 @@ from fivefold.model.moe import MoE, RouterStats
 from fivefold.model.ops import LocalOps, MixerInputs
 from fivefold.model.recompute import recomputed
 from fivefold.model.rope import Rotation, rope_cache
-from fivefold.spec.kinds import MLP, PARAMETERS, BlockKind, Mixer
+from fivefold.spec.kinds import MLP, WANTED_PARAMETERS, BlockKind, Mixer
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.plugin_calls import ask, shown, told, wrong
-from fivefold.support.plugins import is_plugin, named
+from fivefold.support.plugin_calls import ask, error_text, value_text, wrong
+from fivefold.support.plugins import is_plugin, resolve_class
 
 NO_RECOMPUTE = recomputed("none")
 
@@ -69,18 +69,18 @@ def _compiled_run(recompute: Recompute, ops: LocalOps) -> Callable[..., Tensor]:
     if recompute == "selective" and ops.graph_breaks:
         return recomputed(recompute)  # eager: it selects by operator, and sees none inside graphs
     if recompute == "full" and (ops.sharded or ops.graph_breaks):
-        return partial(recomputed("full"), compiled(recomputed("none")))
-    return compiled(recomputed(recompute, compile=True))
+        return partial(recomputed("full"), compile_function(recomputed("none")))
+    return compile_function(recomputed(recompute, compile=True))
 
 
 def branch(kind: BlockKind, spec: ModelSpec, ops: LocalOps, layer: int) -> nn.Module:
     """The module that computes a kind: the class that the kind names, which is its author's code as the kind is."""
     if not is_plugin(kind.name):
-        return named(kind.module)(kind, spec, ops)
+        return resolve_class(kind.module)(kind, spec, ops)
     try:
-        module = named(kind.module)(kind, spec, ops)
+        module = resolve_class(kind.module)(kind, spec, ops)
     except (Exception, SystemExit) as error:
-        raise UserError(_protocol(kind, f"could not be made: {told(error, kind.name)}")) from error
+        raise UserError(_protocol(kind, f"could not be made: {error_text(error, kind.name)}")) from error
     if not isinstance(module, nn.Module):
         raise UserError(_protocol(kind, f"gave a {type(module).__name__}, and not a torch.nn.Module"))
     if isinstance(module, MoE) != (isinstance(kind, MLP) and kind.routes):
@@ -89,7 +89,7 @@ def branch(kind: BlockKind, spec: ModelSpec, ops: LocalOps, layer: int) -> nn.Mo
         raise UserError(_protocol(kind, f"{both}: what sends tokens to experts says so, and derives from that"))
     if uncallable := "; ".join(_uncallable(kind, module)):
         raise UserError(_protocol(kind, uncallable))
-    if unlike := "; ".join(_unlike(kind, spec, layer, module)):
+    if unlike := "; ".join(_parameter_differences(kind, spec, layer, module)):
         raise UserError(_protocol(kind, unlike))
     return module
 
@@ -112,11 +112,11 @@ def _uncallable(kind: BlockKind, module: nn.Module) -> Iterator[str]:
             yield f"cannot be called as {method}({', '.join(words)}): {error}"
 
 
-def _unlike(kind: BlockKind, spec: ModelSpec, layer: int, module: nn.Module) -> Iterator[str]:
+def _parameter_differences(kind: BlockKind, spec: ModelSpec, layer: int, module: nn.Module) -> Iterator[str]:
     """What differs between a module's parameters and those that its kind's operations read."""
     within = f"layers.{layer}.{kind.place}."
     described: dict[str, tuple[int, ...]] = {}
-    for parameter in ask(kind, "parameters", spec, layer, wanted=PARAMETERS):
+    for parameter in ask(kind, "parameters", spec, layer, wanted=WANTED_PARAMETERS):
         name = parameter.name.removeprefix(within)
         if name in described:
             yield f"is described with {name} twice"
@@ -135,7 +135,7 @@ def _check_output(kind: BlockKind, x: Tensor, y: Any) -> None:
     """The output of somebody else's module is added to the residual stream, so it has its shape and dtype."""
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         wanted = f"a Tensor of shape {list(x.shape)} and {x.dtype}"
-        raise wrong(kind, f"forward of {kind.module}", f"gave {shown(y)}, and not {wanted}")
+        raise wrong(kind, f"forward of {kind.module}", f"gave {value_text(y)}, and not {wanted}")
 
 
 class Block(nn.Module):
@@ -177,7 +177,7 @@ class Block(nn.Module):
         return getattr(self, str(self.mlp_place)) if self.routed else None
 
     def forward(self, x: Tensor, positions: TokenPositions, shared: MixerInputs) -> Tensor:
-        """`positions` is that of x's tokens; `shared` is of all tokens that a mixer has here."""
+        """`positions`: of x's tokens; `shared`: of all tokens that a mixer has here."""
         x, stats = self.run(self.steps, x, positions, shared)
         if self.training and stats is not None and (mixture := self.mixture) is not None:
             mixture.count(stats)
@@ -203,7 +203,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Tokens [B, S] in, logits [B, S, V] out, or with targets the sum of the losses.
 
-    Parameter names are those of `spec.parameters()`.
+    Parameter names are as in `spec.parameters()`.
     `ops` compute a layer's steps, on this device or together with other ranks. With a `stage` it is a pipeline stage of
     the model: its input is the residual stream [B, S, E] unless it is the first, and so is its output unless it is the
     last.

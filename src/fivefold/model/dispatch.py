@@ -34,7 +34,7 @@ class Host:
         return Groups(ends)
 
     def by_expert(self, counts: Tensor, assignments: int) -> list[int]:
-        """Rows of each of this rank's experts; `assignments` are those of this rank's own tokens."""
+        """Rows of each of this rank's experts; `assignments`: of this rank's own tokens."""
         return timed_wait(counts.tolist)
 
     def by_rank(

@@ -4,7 +4,7 @@
     dx = dy W      dy cast to e5m2, which has the range of gradients
     dW = dy^T x
 
-Forward sums are those of the tensor cores' fast mode, which has fewer bits than float32. Gradients are summed in
+Forward sums use the tensor cores' fast mode, which has fewer bits than float32. Gradients are summed in
 float32: fast sums over 16,384 tokens made a gradient's norm 8% smaller. All come out in bfloat16. Masters, norms,
 attention, the residual stream, the head and the loss are not affected. The 8-bit input is saved for the backward pass:
 half the bytes.
@@ -85,7 +85,7 @@ def _product(
 # those of the tensor cores' fast mode; the other takes three times as long for narrow experts.
 
 
-_MAX = torch.finfo(VALUES).max
+_E4M3_MAX = torch.finfo(VALUES).max
 
 
 class Fp8GroupedLinear(Function):
@@ -128,5 +128,5 @@ def _(x: Tensor, weights: Tensor, x_scale: Tensor, w_scale: Tensor, ends: Tensor
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., I] as 8-bit floats, and the scale [...] of every row."""
-    scale = x.abs().amax(-1).float().clamp(min=1e-12) / _MAX
-    return (x.float() / scale[..., None]).clamp(-_MAX, _MAX).to(VALUES), scale
+    scale = x.abs().amax(-1).float().clamp(min=1e-12) / _E4M3_MAX
+    return (x.float() / scale[..., None]).clamp(-_E4M3_MAX, _E4M3_MAX).to(VALUES), scale

@@ -11,13 +11,17 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from fivefold.spec.kinds import HF_NAMES, BlockKind, HfTensor
+from fivefold.spec.kinds import WANTED_HF_NAMES, BlockKind, HfTensor
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
 from fivefold.support.errors import Problem
 from fivefold.support.plugin_calls import ask
 
-_ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}  # of a model, beside its layers
+_END_NAMES = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+}  # of a model, beside its layers
 _GPT2_ENDS = {
     "embedding": "transformer.wte",
     "positions": "transformer.wpe",
@@ -25,7 +29,7 @@ _GPT2_ENDS = {
     "head": "lm_head",
 }
 EXPERT_BIAS = "e_score_correction_bias"
-_METHOD = "hf_names(self, spec)"
+_NAMES_METHOD = "hf_names(self, spec)"
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"  # suffixes of the names of MXFP4's two tensors
 
 # How files name the experts of a layer, and lay them out:
@@ -99,7 +103,7 @@ def sources(spec: ModelSpec, parameter: Parameter, expert_format: ExpertFormat =
     module, leaf = _parts(parameter)
     rows = range(parameter.shape[0])
     if layer is None:
-        yield TensorSource(f"{(_GPT2_ENDS if is_gpt2 else _ENDS)[module]}.{leaf}", rows)
+        yield TensorSource(f"{(_GPT2_ENDS if is_gpt2 else _END_NAMES)[module]}.{leaf}", rows)
     elif parameter.experts:
         for source in _expert_sources(parameter, module.rpartition(".")[2], leaf, expert_format):
             yield source._replace(name=f"{prefix}.{layer}.{source.name}")
@@ -115,7 +119,7 @@ def sources(spec: ModelSpec, parameter: Parameter, expert_format: ExpertFormat =
         yield TensorSource(name, rows, transposed=transposed, slot=stored.slot, slots=stored.slots)
 
 
-def unnamed(spec: ModelSpec) -> list[Problem]:
+def unnamed_kinds(spec: ModelSpec) -> list[Problem]:
     """The kinds of block that do not say where files have their weights."""
     problems = []
     for kinds in spec.counted():
@@ -131,8 +135,8 @@ def unnamed(spec: ModelSpec) -> list[Problem]:
             }
             if missing:
                 lacks = f"{kind.name} does not say where files of Hugging Face have {', '.join(sorted(missing))}"
-                given = ", ".join(ask(kind, "hf_names", spec, wanted=HF_NAMES))
-                says = f"its method {_METHOD} gives {given}" if given else f"write its method {_METHOD}"
+                given = ", ".join(ask(kind, "hf_names", spec, wanted=WANTED_HF_NAMES))
+                says = f"its method {_NAMES_METHOD} gives {given}" if given else f"write its method {_NAMES_METHOD}"
                 problems.append(Problem("hf.names", f"{lacks}; {says}"))
     return list(dict.fromkeys(problems))
 
@@ -144,7 +148,7 @@ def _router(spec: ModelSpec, layer: int) -> str:
 
 def _names(spec: ModelSpec, layer: int) -> dict[str, HfTensor]:
     """Of all weights of a layer, but of experts and routers."""
-    found = [ask(kind, "hf_names", spec, wanted=HF_NAMES) for kind in spec.kinds(layer).branches]
+    found = [ask(kind, "hf_names", spec, wanted=WANTED_HF_NAMES) for kind in spec.kinds(layer).branches]
     return {ours: place for names in found for ours, place in names.items()}
 
 

@@ -23,10 +23,10 @@ from torch.nn import functional as F
 from fivefold.model.layers import TokenPositions, accum_dtype
 from fivefold.model.masks import Attended, DocumentMask, PackedSpans, causal_spans, check_runs
 from fivefold.model.recompute import save_output
-from fivefold.model.windows import WindowMask, window_backward, window_forward
+from fivefold.model.sliding_window import WindowMask, window_backward, window_forward
 
 _aten = torch.ops.aten
-HALF = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 TileMask = DocumentMask | WindowMask | None  # which queries of a tile see which keys; None: all that causality allows
@@ -140,7 +140,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor |
 
 def flash_supports(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether flash attention on a GPU is for tensors of this device and dtype."""
-    return device.type == "cuda" and dtype in HALF
+    return device.type == "cuda" and dtype in HALF_DTYPES
 
 
 def takes_flash(q: Tensor) -> bool:
@@ -323,7 +323,7 @@ def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 def fit_tiles(q: Tensor, tiles: Tiles) -> bool:
     """Whether `attend_tiles` supports q. Outside of a compiled block FlexAttention would materialise all scores."""
-    known = q.dtype in HALF and q.shape[-1] in _HEAD_DIMS and q.shape[2] == tiles.length
+    known = q.dtype in HALF_DTYPES and q.shape[-1] in _HEAD_DIMS and q.shape[2] == tiles.length
     return known and torch.compiler.is_compiling()
 
 

@@ -30,7 +30,9 @@ class TokenPositions:
     samples: Tensor  # [B] global sample index: with the position it keys dropout
     length: int  # of a whole sequence; positions are below it
     documents: Tensor | None = None  # [B, S] attention is within equal numbers; None: one document per sequence
-    row_documents: Tensor | None = None  # [B, length] of whole sequences, on the CPU; if tokens are a slice
+    row_documents: NDArray[np.integer] | None = (
+        None  # [B, length] of whole sequences, on the host; if tokens are a slice
+    )
     real: int | None = None  # so many sequences, the first ones, are real, the rest is padding; None: all are real
 
     @classmethod
@@ -54,7 +56,7 @@ class TokenPositions:
     def host_documents(self) -> NDArray[np.integer] | None:
         """The documents of whole rows, on the host; without `row_documents` they are copied from the device."""
         if self.row_documents is not None:
-            return self.row_documents.numpy()
+            return self.row_documents
         return None if self.documents is None else self.documents.cpu().numpy()
 
 
@@ -73,7 +75,7 @@ class Linear(nn.Linear):
 # The activations of dense feed-forward networks and of experts.
 
 
-CLAMP = 7.0  # swiglu_limit of gpt-oss
+SWIGLU_LIMIT = 7.0  # swiglu_limit of gpt-oss
 
 
 def gated(name: str) -> bool:
@@ -88,7 +90,7 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def _swiglu_clamped(gate: Tensor, up: Tensor) -> Tensor:
     """gpt-oss: the gate is bounded above, the input on both sides; 1.702 makes the sigmoid a GELU's."""
-    gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
@@ -104,7 +106,7 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 # Norms whose weights have higher precision than their input: computed in the weights' dtype, and cast at the end.
 
 
-def normed(norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def apply_norm(norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`norm` of x [..., E] with the given parameters, which may be shards of the module's."""
     if x.dtype == weight.dtype:
         return _stock_norm(norm, x, weight, bias)

@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 from fivefold.layout.logit_slices import slices
 from fivefold.losses.base import Loss, Words
 from fivefold.losses.cross_entropy import PLAIN
-from fivefold.model.compiler import compiled
+from fivefold.model.compiler import compile_function
 from fivefold.model.layers import accum_dtype
-from fivefold.support.plugin_calls import shown, wrong
+from fivefold.support.plugin_calls import value_text, wrong
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Vocabulary:
         return lse, sums
 
     def start_reduce(self, dx: Tensor) -> Tensor:
-        """Start to reduce the gradient of `gather`'s output to that of its input."""
+        """Start to reduce the gradient of `gather`'s output to the gradient of its input."""
         return dx
 
     def finish_reduce(self, dx: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Targets, vocabulary: Vocabulary, *, compile: bool = False
 ) -> Tensor:
     """The sum of the losses of x [B, S, E] against the targets, in at least float32."""
-    kernels = _compiled() if compile else (_statistics, _slope, torch.Tensor.mul_)
+    kernels = _compile_kernels() if compile else (_statistics, _slope, torch.Tensor.mul_)
     learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return LinearCrossEntropy.apply(vocabulary, targets, learning, kernels, x, weight)
 
@@ -99,7 +99,7 @@ class LinearCrossEntropy(Function):
             if learning:
                 grad = slope(loss, logits, lse, sums, words)
                 if not isinstance(grad, Tensor) or (grad.shape, grad.dtype) != (logits.shape, logits.dtype):
-                    raise wrong(loss, "slope", f"gave {shown(grad)}, and not as its logits {shown(logits)}")
+                    raise wrong(loss, "slope", f"gave {value_text(grad)}, and not as its logits {value_text(logits)}")
                 del logits
                 # The mask is applied to the small factors, not to the gradient of the logits.
                 counted = mask[rows, None].to(flat.dtype)
@@ -125,14 +125,14 @@ def _one_each(loss: Loss, member: str, values: Any, tokens: Tensor) -> Tensor:
     """What a method gives, if it is a number for each of the tokens."""
     if not isinstance(values, Tensor) or values.shape != tokens.shape:
         needs = f"a Tensor of shape {list(tokens.shape)}, a number for each token"
-        raise wrong(loss, member, f"gave {shown(values)}, and not {needs}")
+        raise wrong(loss, member, f"gave {value_text(values)}, and not {needs}")
     return values
 
 
 def _sums(loss: Loss, sums: Any, lse: Tensor) -> list[Tensor]:
     """The sums of a loss, if they are as many as it says, for each token."""
     if not isinstance(sums, tuple | list) or len(sums) != loss.reduced:
-        gave = f"{len(sums)} tensors" if isinstance(sums, tuple | list) else shown(sums)
+        gave = f"{len(sums)} tensors" if isinstance(sums, tuple | list) else value_text(sums)
         raise wrong(loss, "sums", f"gave {gave}, and not a tuple of {loss.reduced}, as `reduced` says")
     return [_one_each(loss, "sums", one, lse) for one in sums]
 
@@ -173,8 +173,8 @@ def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
 
 
 @cache
-def _compiled() -> tuple[Callable[..., Any], ...]:
-    return compiled(_statistics), compiled(_slope), compiled(_scaled)
+def _compile_kernels() -> tuple[Callable[..., Any], ...]:
+    return compile_function(_statistics), compile_function(_slope), compile_function(_scaled)
 
 
 def _scaled(x: Tensor, by: Tensor) -> Tensor:

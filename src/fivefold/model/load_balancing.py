@@ -66,7 +66,7 @@ def row_counts(routing: Routing, rows: Tensor, count: int) -> Tensor:
 
 
 def balance_loss(experts: Experts, routing: Routing, rows: Tensor, counts: Tensor, length: int) -> Tensor:
-    """The sum over rows, for this rank's tokens. `counts` [B, X] are those of whole rows of `length` tokens."""
+    """The sum over rows, for this rank's tokens. `counts` [B, X] are of whole rows of `length` tokens."""
     share = counts.to(routing.scores.dtype) * (experts.count / (experts.top_k * length))
     scores = routing.scores
     if experts.scores == "sigmoid":

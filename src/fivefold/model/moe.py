@@ -60,7 +60,7 @@ class MoE(nn.Module):
             self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign]
 
     def forward(self, x: Tensor, positions: TokenPositions) -> tuple[Tensor, RouterStats]:
-        """x [B, S, E]; `positions` are those of its tokens."""
+        """x [B, S, E]; `positions`: of its tokens."""
         dispatch = self.ops.dispatch
         tokens = own = dispatch.own_tokens(x)
         if positions.real is not None:  # padding is not routed

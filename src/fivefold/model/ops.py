@@ -12,11 +12,11 @@ from fivefold.model.cache import LayerCache
 from fivefold.model.dispatch import LocalDispatch
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.kernels import Tiles
-from fivefold.model.layers import TokenPositions, normed
+from fivefold.model.layers import TokenPositions, apply_norm
 from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy
 from fivefold.model.masks import DocumentMask, PackedSpans
 from fivefold.model.rope import Rotation
-from fivefold.model.windows import WindowMask
+from fivefold.model.sliding_window import WindowMask
 
 
 class MixerInputs(NamedTuple):
@@ -100,7 +100,7 @@ class LocalOps:
     arguments, and any other parameter by `weight`. So the same block runs under any tp, sp, cp and ep. The contract of
     a subclass:
 
-    - Its results, over all ranks, are those of this class up to rounding, and so are its gradients.
+    - Its results and gradients, over all ranks, equal this class's up to rounding.
     - Between ops, x is the residual stream [B, S, E] of this rank's tokens (under sp part of them), or the heads and
       columns of this rank, for all tokens. `column_parallel` goes from the former to the latter, `row_parallel` back.
     - A module holds a parameter whole or as this rank's shard: `shard_parameters` makes it so, `weight` reads it.
@@ -152,7 +152,7 @@ class LocalOps:
 
     def norm(self, module: nn.Module, x: Tensor) -> Tensor:
         bias = self.weight(module, "bias") if hasattr(module, "bias") else None
-        return normed(module, x, self.weight(module), bias)
+        return apply_norm(module, x, self.weight(module), bias)
 
     def norm_of_all_heads(self, q_norm: nn.RMSNorm, q: Tensor, k_norm: nn.RMSNorm, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, S, H x D] and k [B, S, K x D], each over the features of all its heads."""
@@ -172,7 +172,7 @@ class LocalOps:
         return self.column_parallel(x, *linears)
 
     def gather_latents(self, latents: Tensor) -> Tensor:
-        """Latents of this rank's tokens -> those of all tokens for which it computes heads."""
+        """Latents of this rank's tokens -> latents of all tokens for which it computes heads."""
         return latents
 
     def latent_up_projection(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:

@@ -35,8 +35,8 @@ _EXPENSIVE = {
     _aten._flash_attention_forward.default,
 }
 
-_FLEX = "flex_attention"  # by name: importing the operator would import the compiler, which takes seconds
-_CUSTOM = ("fivefold.grouped_mm", "fivefold.fp8_grouped_mm")  # the experts' operators in graphs
+_FLEX_OP = "flex_attention"  # by name: importing the operator would import the compiler, which takes seconds
+_CUSTOM_OPS = ("fivefold.grouped_mm", "fivefold.fp8_grouped_mm")  # the experts' operators in graphs
 
 # Reductions over ranks: in a compiled block `save_output` has no effect, and the policy saves them by operator.
 _REDUCTIONS = {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
@@ -74,7 +74,7 @@ def save_output(compute: Callable[[], tuple[Tensor, ...]], count: int, stand_in:
 
 def not_saved(compute: Callable[[], Tensor], shape: tuple[int, ...], *saved: Tensor) -> Tensor:
     """The result of `compute`, if no backward pass reads it: selective recompute neither saves nor recomputes it.
-    `saved` are the tensors that `compute` saves for its backward pass, which the second run must save, too."""
+    `saved` are the tensors that `compute` saves for its backward pass; the second run must also save them."""
     if torch.compiler.is_compiling() or _selective_run.get() is None:
         return compute()
     with unseen_by_checkpoint():
@@ -82,7 +82,7 @@ def not_saved(compute: Callable[[], Tensor], shape: tuple[int, ...], *saved: Ten
 
 
 class _OnlySaved(Function):
-    """Only saves tensors; the backward pass is that of the first run."""
+    """Only saves tensors; the backward pass is the first run's."""
 
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], *saved: Tensor) -> Tensor:
@@ -127,13 +127,13 @@ def _run_steps(steps: Callable[..., Tensor], *inputs: Any) -> Tensor:
 
 def _eager_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Which operators of an eager block are saved: results of collectives only by `save_output`."""
-    saved = op in _EXPENSIVE or _saving.get() or str(op).startswith(_CUSTOM)
+    saved = op in _EXPENSIVE or _saving.get() or str(op).startswith(_CUSTOM_OPS)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _graph_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Which operators of a compiled block are saved."""
-    saved = op in _EXPENSIVE or op in _REDUCTIONS or str(op) == _FLEX or str(op).startswith(_CUSTOM)
+    saved = op in _EXPENSIVE or op in _REDUCTIONS or str(op) == _FLEX_OP or str(op).startswith(_CUSTOM_OPS)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 

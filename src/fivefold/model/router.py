@@ -83,7 +83,7 @@ def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def top_k_experts(experts: Experts, scores: Tensor) -> Tensor:
-    """The K best of [n, X], the first of equal ones; with expert groups only those of the best groups."""
+    """The K best of [n, X], the first of equal ones; with expert groups, only from the best groups."""
     if experts.groups > 1:
         groups = scores.unflatten(-1, (experts.groups, -1))
         group_scores = groups.sort(dim=-1, descending=True).values[..., : experts.scores_per_group].sum(-1)

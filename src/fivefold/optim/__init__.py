@@ -6,5 +6,5 @@ from fivefold.optim.base import OptimizerConfig, UnknownOptimizer
 from fivefold.optim.muon import Muon
 from fivefold.support.plugins import Sections
 
-TABLE: dict[str, type[OptimizerConfig]] = {"adamw": AdamW, "muon": Muon}
-OPTIMIZERS = Sections("optimizer.name", OptimizerConfig, TABLE, UnknownOptimizer)
+OPTIMIZER_BY_NAME: dict[str, type[OptimizerConfig]] = {"adamw": AdamW, "muon": Muon}
+OPTIMIZERS = Sections("optimizer.name", OptimizerConfig, OPTIMIZER_BY_NAME, UnknownOptimizer)

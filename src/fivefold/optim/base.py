@@ -15,12 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from fivefold.optim.groups import GROUP, GroupSettings, ParamGroup, match_problems, regrouped, settings_problems
+from fivefold.optim.groups import (
+    WANTED_GROUP,
+    GroupSettings,
+    ParamGroup,
+    apply_settings,
+    match_problems,
+    settings_problems,
+)
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.plugin_calls import AMOUNT, Wanted, ask, each, shown, wrong
+from fivefold.support.plugin_calls import WANTED_AMOUNT, Wanted, ask, each, value_text, wrong
 from fivefold.support.plugin_settings import class_shortcomings, unhashable
-from fivefold.support.plugins import is_plugin, untrusted
-from fivefold.support.ranges import STEPS, within
+from fivefold.support.plugins import is_plugin, untrusted_problem
+from fivefold.support.ranges import MAX_STEPS, within
 
 if TYPE_CHECKING:
     import torch
@@ -34,12 +41,12 @@ if TYPE_CHECKING:
 Rule = tuple[bool, str]  # whether a bound holds, and the sentence that says so if it does not
 
 
-_TAKEN = ("master", "model")  # names that checkpoints have for the weights themselves
+_RESERVED_NAMES = ("master", "model")  # names that checkpoints have for the weights themselves
 
 
-RULES = each(
+WANTED_RULES = each(
     "pairs of a truth and a sentence",
-    lambda one: "" if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], str) else shown(one),
+    lambda one: "" if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], str) else value_text(one),
 )
 
 
@@ -66,7 +73,9 @@ class OptimizerConfig(
     warmup: int = 20  # steps, linear from 0
     decay: float = 0.2  # wsd: the share of the steps, at the end, in which the rate falls
     final: float = 0.1  # the last rate, as a share of the peak
-    schedule_steps: Annotated[int, within(0, STEPS)] = 0  # over which the schedule runs, and then stays; 0: train.steps
+    schedule_steps: Annotated[int, within(0, MAX_STEPS)] = (
+        0  # over which the schedule runs, and then stays; 0: train.steps
+    )
     groups: tuple[GroupSettings, ...] = ()  # parameters with another rate or decay; the first that matches wins
 
     @property
@@ -85,8 +94,9 @@ class OptimizerConfig(
                 f"has states={kind.states!r}, and not a tuple of names, for example ('momentum',); each state has its "
                 "parameter's shape, and no others are kept"
             )
-        elif len({*states, *_TAKEN}) < len(states) + len(_TAKEN):
-            yield f"has states={kind.states!r}; each has a name of its own, and {' and '.join(_TAKEN)} are the weights"
+        elif len({*states, *_RESERVED_NAMES}) < len(states) + len(_RESERVED_NAMES):
+            taken = " and ".join(_RESERVED_NAMES)
+            yield f"has states={kind.states!r}; each has a name of its own, and {taken} are the weights"
         if kind.update is OptimizerConfig.update:
             yield "has no method update(self, masters, grads, states, rate, decay, step)"
         if kind.stock is OptimizerConfig.stock:
@@ -113,7 +123,7 @@ class OptimizerConfig(
         return [
             (0 < self.lr < math.inf, bound("lr", f"{self.lr} must be a positive number")),
             *((False, problem) for problem in settings_problems(self.groups)),
-            *ask(self, "own_rules", wanted=RULES),
+            *ask(self, "own_rules", wanted=WANTED_RULES),
             (0 <= self.weight_decay < math.inf, bound("weight_decay", f"{self.weight_decay} must not be negative")),
             (0 <= self.clip < math.inf, bound("clip", f"{self.clip} must not be negative; 0 turns it off")),
             (self.warmup >= 0, bound("warmup", f"{self.warmup} must not be negative; 0 means none")),
@@ -153,7 +163,7 @@ class OptimizerConfig(
     def update(
         self, masters: "Tensors", grads: "Tensors", states: "States", rate: float, decay: float, step: int
     ) -> None:
-        """Update parameters of one group in place, as step number `step` (from 1); `states`: by name, that of each."""
+        """Update parameters of one group in place, as step number `step` (from 1). `states`: by name."""
         raise NotImplementedError
 
     # ---- rules that read whole matrices (unit = "matrix") ------------------------------------------------------------
@@ -222,7 +232,7 @@ class UnknownOptimizer(OptimizerConfig, frozen=True, kw_only=True):
     """
 
     def rules(self) -> list[Rule]:
-        return [(False, untrusted("optimizer.name", self.name))]
+        return [(False, untrusted_problem("optimizer.name", self.name))]
 
 
 # ---- what is asked of an optimizer ----------------------------------------------------------------------------------
@@ -233,7 +243,7 @@ def states_of(config: OptimizerConfig, parameter: "Parameter") -> tuple[str, ...
 
     def odd(found: object) -> str:
         fits = isinstance(found, tuple | list) and all(found.count(one) == 1 and one in config.states for one in found)
-        return "" if fits else shown(found)
+        return "" if fits else value_text(found)
 
     return tuple(
         ask(config, "states_of", parameter, wanted=Wanted(f"some of its states, {config.states}, each once", odd))
@@ -242,11 +252,11 @@ def states_of(config: OptimizerConfig, parameter: "Parameter") -> tuple[str, ...
 
 def group_of(config: OptimizerConfig, parameter: "Parameter") -> ParamGroup:
     """The group that it puts a parameter into, as a job's `groups` change it."""
-    return regrouped(_own_group(config, parameter), config.groups, parameter.name)
+    return apply_settings(_own_group(config, parameter), config.groups, parameter.name)
 
 
 def _own_group(config: OptimizerConfig, parameter: "Parameter") -> ParamGroup:
-    group: ParamGroup = ask(config, "group", parameter, wanted=GROUP)
+    group: ParamGroup = ask(config, "group", parameter, wanted=WANTED_GROUP)
     if group.rule == "matrix" and (lack := _no_matrix(config, parameter)):
         raise wrong(config, "group", f'gave rule="matrix" for {parameter.name}, {lack}')
     return group
@@ -303,13 +313,13 @@ def check_update(config: OptimizerConfig, masters: "Tensors", states: "States") 
         for tensor, master, grad in zip(tensors, masters, (one.grad for one in masters), strict=True):
             like = master if grad is None or name != "the weights" else grad
             if tensor.shape != like.shape or tensor.dtype != master.dtype:
-                left = f"has left {name} as {shown(tensor)}, and not as it was given {shown(like)}"
+                left = f"has left {name} as {value_text(tensor)}, and not as it was given {value_text(like)}"
                 raise wrong(config, "update", left)
 
 
 def matrix_flops(config: OptimizerConfig, rows: int, columns: int) -> float:
-    return float(ask(config, "matrix_flops", rows, columns, wanted=AMOUNT))
+    return float(ask(config, "matrix_flops", rows, columns, wanted=WANTED_AMOUNT))
 
 
 def matrix_memory(config: OptimizerConfig, rows: int, columns: int) -> int:
-    return int(ask(config, "matrix_memory", rows, columns, wanted=AMOUNT))
+    return int(ask(config, "matrix_memory", rows, columns, wanted=WANTED_AMOUNT))

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from fivefold.support.errors import Problem
-from fivefold.support.plugin_calls import Wanted, shown
+from fivefold.support.plugin_calls import Wanted, value_text
 from fivefold.support.text import did_you_mean
 
 
@@ -48,7 +48,7 @@ class GroupSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             yield Problem("optimizer.groups.empty", nothing)
 
 
-def regrouped(group: ParamGroup, settings: Sequence[GroupSettings], name: str) -> ParamGroup:
+def apply_settings(group: ParamGroup, settings: Sequence[GroupSettings], name: str) -> ParamGroup:
     """The group of the parameter of that name after a job's settings."""
     if (number := _first(settings, name)) < 0:
         return group
@@ -93,11 +93,13 @@ def _nearest(pattern: str, names: Sequence[str]) -> str:
 
 def _odd(result: object) -> str:
     if not isinstance(result, ParamGroup):
-        return shown(result)
+        return value_text(result)
     numbers = (result.weight_decay, result.lr_factor)
     fit = all(isinstance(one, int | float) and 0 <= one < math.inf for one in numbers)
     return "" if fit and result.rule in ("element", "matrix") else repr(result)
 
 
-_WORDS = 'a fivefold.optim.groups:ParamGroup, of a rule ("element" or "matrix") and numbers that are not negative'
-GROUP = Wanted(_WORDS, _odd)
+_GROUP_DESCRIPTION = (
+    'a fivefold.optim.groups:ParamGroup, of a rule ("element" or "matrix") and numbers that are not negative'
+)
+WANTED_GROUP = Wanted(_GROUP_DESCRIPTION, _odd)

@@ -12,13 +12,13 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
         return config.lr * (step + 1) / config.warmup
     falling = {
         "constant": 0.0,
-        "cosine": 0.5 - 0.5 * math.cos(math.pi * _passed(step, config.warmup, steps)),
-        "wsd": _passed(step, max(config.warmup, steps - round(config.decay * steps)), steps),
+        "cosine": 0.5 - 0.5 * math.cos(math.pi * _passed_share(step, config.warmup, steps)),
+        "wsd": _passed_share(step, max(config.warmup, steps - round(config.decay * steps)), steps),
     }[config.schedule]
     return config.lr * (1.0 - falling * (1.0 - config.final))
 
 
-def _passed(step: int, start: int, steps: int) -> float:
+def _passed_share(step: int, start: int, steps: int) -> float:
     """The fraction of the steps from `start` to the last one that have passed, 0 to 1."""
     if step < start:
         return 0.0

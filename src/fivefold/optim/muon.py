@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Of the quintic a x + b x^3 + c x^5, by which an iteration moves every singular value towards 1: the steepest at zero
 # that leaves those between 0.7 and 1.2 there (Jordan et al.).
-QUINTIC = (3.4445, -4.7750, 2.0315)
+QUINTIC_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(AdamW, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class Muon(AdamW, frozen=True, kw_only=True):
     def matrix_update(self, matrices: "Tensor") -> "Tensor":
         rows, columns = matrices.shape[-2:]
         x = matrices.mT if rows > columns else matrices
-        x = orthogonalised(x, self.ns_steps, self.ns_eps).mul_(0.2 * math.sqrt(max(rows, columns)))
+        x = orthogonalise(x, self.ns_steps, self.ns_eps).mul_(0.2 * math.sqrt(max(rows, columns)))
         return x.mT if rows > columns else x
 
     def matrix_flops(self, rows: int, columns: int) -> float:
@@ -84,14 +84,14 @@ class Muon(AdamW, frozen=True, kw_only=True):
         return PlainMuon(groups, msgspec.structs.asdict(self) | options)
 
 
-def orthogonalised(x: "Tensor", steps: int, eps: float) -> "Tensor":
+def orthogonalise(x: "Tensor", steps: int, eps: float) -> "Tensor":
     """[n, rows, columns], rows <= columns: each matrix with all singular values near 1, by Newton-Schulz. Writes to x.
 
     Beside x, at most two more of its size exist and a square one.
     """
     import torch
 
-    a, b, c = QUINTIC
+    a, b, c = QUINTIC_COEFFICIENTS
     x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=eps))  # its spectral norm is below 1
     for _ in range(steps):
         gram = x @ x.mT

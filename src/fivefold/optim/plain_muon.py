@@ -18,7 +18,7 @@ class PlainMuon(torch.optim.Optimizer):
     """A group's "about" says what its "params" are, and "rule" whether they are matrices; AdamW updates others."""
 
     def __init__(self, groups: list[dict[str, Any]], settings: Mapping[str, Any]):
-        """`settings` are those of `[optimizer]`, by name."""
+        """`settings`: of `[optimizer]`, by name."""
         self.steps = 0
         super().__init__(groups, dict(settings))
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.launch.waits import timed_wait
-from fivefold.layout.buckets import BucketParams
+from fivefold.layout.bucket_plan import BucketParams
 from fivefold.parallel.collectives import StagedWork, all_gather_into, reduce_scatter_into
 from fivefold.parallel.mesh import Axis
 

@@ -85,8 +85,8 @@ def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     return reduce_scatter(x.unflatten(1, (axis.size, -1)).transpose(0, 1).flatten(0, 1), axis)
 
 
-def sum_partials(axis: Axis, sp: bool, x: Tensor) -> Tensor:
-    """The sum over ranks, of the full sequence or (sp) of this rank's part."""
+def all_reduce_or_scatter(axis: Axis, sp: bool, x: Tensor) -> Tensor:
+    """Sums over ranks: without sp an all-reduce of the full sequence, with sp a reduce-scatter to this rank's part."""
     return wait(scatter_sequence(x, axis) if sp else all_reduce(x, axis), axis)
 
 

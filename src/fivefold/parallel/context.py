@@ -26,7 +26,7 @@ from fivefold.model.layers import TokenPositions, accum_dtype
 from fivefold.model.masks import Attended, Documents, causal_spans, check_runs, full_spans
 from fivefold.model.ops import LocalAttention
 from fivefold.model.recompute import save_output
-from fivefold.model.windows import WindowMask
+from fivefold.model.sliding_window import WindowMask
 from fivefold.parallel.collectives import RingExchange, all_gather, all_to_all, reduce_scatter, wait
 from fivefold.parallel.mesh import Axis, Mesh
 
@@ -406,7 +406,7 @@ class CpShare:
     def with_documents(self, positions: TokenPositions) -> TokenPositions:
         """The given positions with the documents of these tokens."""
         documents = torch.from_numpy(self.documents).to(positions.position_ids.device, non_blocking=True)
-        return replace(positions, documents=documents, row_documents=torch.from_numpy(self.row_documents))
+        return replace(positions, documents=documents, row_documents=self.row_documents)
 
 
 def share_of(batch: Batch, layout: Layout, rank: int) -> CpShare:
@@ -496,5 +496,6 @@ def _full_rows(positions: TokenPositions) -> TokenPositions:
     """The `TokenPositions` of whole rows, of which this rank has a share."""
     device, batch = positions.position_ids.device, positions.position_ids.shape[0]
     ids = torch.arange(positions.length, device=device).expand(batch, -1)
-    documents = None if positions.row_documents is None else positions.row_documents.to(device, non_blocking=True)
-    return TokenPositions(ids, positions.samples, positions.length, documents, positions.row_documents)
+    whole = positions.row_documents
+    documents = None if whole is None else torch.from_numpy(whole).to(device, non_blocking=True)
+    return TokenPositions(ids, positions.samples, positions.length, documents, whole)

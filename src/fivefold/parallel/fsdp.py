@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fivefold.layout.buckets import MIN_BUCKET_ELEMENTS, BucketParams, buckets, layers_of
+from fivefold.layout.bucket_plan import MIN_BUCKET_ELEMENTS, BucketParams, buckets, layers_of
 from fivefold.layout.sharding import LocalParam
 from fivefold.model.init import init_param
 from fivefold.model.layers import accum_dtype

@@ -21,7 +21,7 @@ from fivefold.parallel.collectives import staged_all_gather, waiting
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.weights import Weights
 from fivefold.spec.model import ModelSpec
-from fivefold.support.plugin_calls import shown, wrong
+from fivefold.support.plugin_calls import value_text, wrong
 
 States = Mapping[str, Mapping[str, Tensor]]  # of the optimizer, by parameter and name
 
@@ -63,7 +63,9 @@ class WholeMatrices:
             return None
         updates = self.config.matrix_update(batch)
         if not isinstance(updates, Tensor) or updates.shape != batch.shape:
-            raise wrong(self.config, "matrix_update", f"gave {shown(updates)}, and not as it was given {shown(batch)}")
+            raise wrong(
+                self.config, "matrix_update", f"gave {value_text(updates)}, and not as it was given {value_text(batch)}"
+            )
         return updates
 
     def _accumulate(self, parts: list[Part], states: States, scale: Tensor | None, step: int) -> dict[Part, Tensor]:
@@ -91,7 +93,7 @@ class WholeMatrices:
             read = self.config.accumulate(grads, own, step)
         shapes = [[*one.shape] for one in grads]
         if not isinstance(read, list | tuple) or [[*getattr(one, "shape", ())] for one in read] != shapes:
-            gave = ", ".join(map(shown, read)) if isinstance(read, list | tuple) else shown(read)
+            gave = ", ".join(map(value_text, read)) if isinstance(read, list | tuple) else value_text(read)
             raise wrong(self.config, "accumulate", f"gave {gave}, and not tensors as the gradients, of {shapes}")
         return dict(zip(parts, read, strict=True))
 

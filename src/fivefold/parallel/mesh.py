@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fivefold.job.config import Job
-from fivefold.layout.axes import EXPERT_AXES, SPARSE
+from fivefold.layout.axes import EXPERT_AXES, EXPERT_GRID
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
 from fivefold.spec.model import ModelSpec
@@ -99,7 +99,7 @@ class Mesh:
         unused = set(EXPERT_AXES) if dense else set()
         if whole_matrices and layout.same_axis("stage", experts=False) == "stage":
             unused.discard("stage")
-        roots = {grid: _root(layout, grid, device) for grid in layout.grids if grid != SPARSE or not dense}
+        roots = {grid: _root(layout, grid, device) for grid in layout.grids if grid != EXPERT_GRID or not dense}
         rank, staged = dist.get_rank(), device.type == "cuda" and dist.get_backend() == "gloo"
         axes = {"world": Axis("world", layout.world, rank, staged=staged, process_group=dist.group.WORLD)}
         flattened: dict[tuple[str, ...], DeviceMesh] = {}  # axes of the same dimensions share a group

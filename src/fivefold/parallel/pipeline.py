@@ -37,7 +37,7 @@ from fivefold.schedules.actions import (
     COLLECTIVES,
     GRADIENT_MAKERS,
     LAST_READERS,
-    RECEIVES,
+    RECEIVE_KINDS,
     RECV_ACTIVATION,
     SEND_ACTIVATION,
     Action,
@@ -84,7 +84,7 @@ class Message:
 
     def __str__(self) -> str:
         what = "activation" if self.action.kind in (RECV_ACTIVATION, SEND_ACTIVATION) else "gradient"
-        if self.action.kind in RECEIVES:
+        if self.action.kind in RECEIVE_KINDS:
             return f"its {what} from {self.peer}"
         return f"{self.peer} to take the {what} of {self.action}"
 
@@ -132,7 +132,7 @@ class Channels:
 
     def _message(self, action: Action, work: dist.Work | None, buffer: Tensor, peer: int) -> Message:
         assert work is not None
-        device = self.mesh.device if action.kind in RECEIVES else self.buffer_device
+        device = self.mesh.device if action.kind in RECEIVE_KINDS else self.buffer_device
         return Message(action, work, buffer, device, self.peers[peer], self.mesh.pp.timeout)
 
     @contextmanager

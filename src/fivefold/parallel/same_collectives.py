@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.parallel.control import Control, kv_store
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.traffic import SPACES, group_of, kind_of, name_of, named_args, ranks_of
+from fivefold.parallel.traffic_counter import SPACES, group_of, kind_of, name_of, named_args, ranks_of
 
 _BUDGET = 40_000  # calls of all ranks in groups of one kind: a store answers that many in about a second
 

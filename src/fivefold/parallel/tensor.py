@@ -31,10 +31,10 @@ from fivefold.model.recompute import save_output
 from fivefold.parallel.collectives import (
     all_gather,
     all_reduce,
+    all_reduce_or_scatter,
     arrange_sequence,
     gather_sequence,
     scatter_sequence,
-    sum_partials,
     wait,
 )
 from fivefold.parallel.context import ContextParallel
@@ -288,7 +288,7 @@ class RowParallelFn(Function):
     def forward(ctx: Any, axis: Axis, sp: bool, deferral: Deferral | None, x: Tensor, weight: Tensor) -> Tensor:
         ctx.axis, ctx.sp, ctx.deferral = axis, sp, deferral
         ctx.save_for_backward(x, weight)
-        (y,) = save_output(lambda: (sum_partials(axis, sp, F.linear(x, weight)),), 1, x)
+        (y,) = save_output(lambda: (all_reduce_or_scatter(axis, sp, F.linear(x, weight)),), 1, x)
         return y
 
     @staticmethod
@@ -332,4 +332,4 @@ class GatherFromSP(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, None, sum_partials(ctx.axis, ctx.sp, gradient)
+        return None, None, all_reduce_or_scatter(ctx.axis, ctx.sp, gradient)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fivefold.layout.sharding import chunk
 from fivefold.model.linear_cross_entropy import Vocabulary
-from fivefold.parallel.collectives import all_reduce, gather_sequence, scatter_sequence, sum_partials, wait
+from fivefold.parallel.collectives import all_reduce, all_reduce_or_scatter, gather_sequence, scatter_sequence, wait
 from fivefold.parallel.mesh import Axis
 
 
@@ -34,7 +34,7 @@ class ReduceFn(Function):
     @staticmethod
     def forward(ctx: Any, axis: Axis, sp: bool, x: Tensor) -> Tensor:
         ctx.axis, ctx.sp = axis, sp
-        return sum_partials(axis, sp, x)
+        return all_reduce_or_scatter(axis, sp, x)
 
     @staticmethod
     @once_differentiable

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fivefold.layout.buckets import BucketParams
+from fivefold.layout.bucket_plan import BucketParams
 from fivefold.layout.sharding import Box, LocalParam, local_params
 from fivefold.model.layers import accum_dtype
 from fivefold.parallel.buckets import BackwardPart, Reducer

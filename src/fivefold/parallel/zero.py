@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fivefold.layout.buckets import MIN_BUCKET_ELEMENTS, BucketParams, buckets, layers_of
+from fivefold.layout.bucket_plan import MIN_BUCKET_ELEMENTS, BucketParams, buckets, layers_of
 from fivefold.layout.sharding import LocalParam
 from fivefold.model.init import init_param
 from fivefold.model.layers import accum_dtype

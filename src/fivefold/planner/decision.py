@@ -18,29 +18,29 @@ from fivefold.hardware.accelerators import Accelerator
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.error_range import IN_WORDS
-from fivefold.planner.explain import ALIKE, CAUSES, RANKS_BY, Neighbour, difference, simplest
+from fivefold.planner.explain import CAUSE_NAMES, EQUAL_TIME, RANKS_BY, Neighbour, difference, simplest
+from fivefold.planner.option import Option, evaluate
 from fivefold.planner.pictures import fastest_first
 from fivefold.planner.result import PlanResult, figures
-from fivefold.planner.search import SURVIVORS, By, Option, evaluate, search
-from fivefold.planner.textbook import Shortcut, shortcuts
+from fivefold.planner.search import SURVIVORS, By, search
+from fivefold.planner.textbook_formulas import Shortcut, shortcuts
 from fivefold.planner.training import DAY
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.render.html import Section, to_markdown, to_page
 from fivefold.support.errors import UserError
-from fivefold.support.text import counted, si
+from fivefold.support.text import plural, si
 
 # ---- turning --------------------------------------------------------------------------------------------------------
 # What would change a decision: memory, batch and links at which another layout is chosen, found by planning again.
 
 
-FACTORS = (0.5, 2.0)
-HALVINGS = 2  # of the interval in which the choice changes
+QUANTITY_FACTORS = (0.5, 2.0)
+BISECTION_STEPS = 2  # of the interval in which the choice changes
 Progress = Callable[[int, int, str], None]
 
 
 class Quantity(NamedTuple):
-    """Something of the question that may be otherwise: `change` makes a workload with so many times as much of it,
-    and `read` says how much a workload has."""
+    """A number of the question that is varied: `change` multiplies it in a workload, and `read` returns it."""
 
     name: str
     unit: str
@@ -50,7 +50,7 @@ class Quantity(NamedTuple):
 
 @dataclass(frozen=True)
 class TurningPoint:
-    """The choice holds up to `holds`, and is another at `turns`; None: no other up to there."""
+    """The choice stays the same up to `holds`, and is another at `turns`; None: it never changed."""
 
     name: str
     unit: str
@@ -65,38 +65,40 @@ class TurningPoint:
 
 
 def quantities(workload: Workload) -> list[Quantity]:
-    """Of unlike nodes the memory alone: which of their links would it be?"""
-    quantities = [Quantity("memory of a device", "GB", lambda workload: _card(workload).memory / 1e9, _memory)]
+    """For mixed nodes only the memory, since they have no common link."""
+    quantities = [
+        Quantity("memory of a device", "GB", lambda workload: _accelerator(workload).memory / 1e9, _scale_memory)
+    ]
     if not workload.cluster.groups[1:]:
         where = "between nodes" if workload.cluster.nodes > 1 else "within the node"
         if workload.cluster.world > 1:
-            quantities.append(Quantity(f"link {where}", "GB/s", _speed, _link))
-        quantities.append(Quantity("batch", "sequences", lambda workload: workload.batch, _batch))
+            quantities.append(Quantity(f"link {where}", "GB/s", _link_gb_per_s, _scale_link))
+        quantities.append(Quantity("batch", "sequences", lambda workload: workload.batch, _scale_batch))
     return quantities
 
 
-def _card(workload: Workload) -> Accelerator:
+def _accelerator(workload: Workload) -> Accelerator:
     return workload.cluster.groups[0].accelerator
 
 
-def _speed(workload: Workload) -> float:
-    return float(getattr(_card(workload), _which(workload)).bandwidth / 1e9)
+def _link_gb_per_s(workload: Workload) -> float:
+    return float(getattr(_accelerator(workload), _narrowest_link(workload)).bandwidth / 1e9)
 
 
-def _which(workload: Workload) -> str:
+def _narrowest_link(workload: Workload) -> str:
     """The link that is the narrowest."""
     return "across" if workload.cluster.nodes > 1 else "inside"
 
 
 class OpenWorkload(NamedTuple):
-    """The question behind a choice: a workload whose layout is open, the ranking, and choices that are not free."""
+    """The question behind a choice: a workload whose layout is open, the ranking, and the fixed fields."""
 
     workload: Workload
     by: By
     fixed: dict[str, Any]
 
     def choice(self, workload: Workload) -> Option | None:
-        """As `plan` chooses; None where nothing fits."""
+        """What `plan` chooses; None if nothing fits."""
         try:
             result = search(workload, self.by, SURVIVORS if self.by == "throughput" else 1, **self.fixed)
         except UserError:
@@ -104,17 +106,17 @@ class OpenWorkload(NamedTuple):
         return simplest(result.options) if self.by == "throughput" else result.best
 
 
-def turns(chosen: Option, question: OpenWorkload, progress: Progress | None = None) -> Iterator[TurningPoint]:
-    """For half and twice as much of each quantity. Where the choice changes, about where."""
+def turning_points(chosen: Option, question: OpenWorkload, progress: Progress | None = None) -> Iterator[TurningPoint]:
+    """Halves and doubles each quantity; if the choice changes, bisects to about where."""
     workload = question.workload
-    changes = [(quantity, factor) for quantity in quantities(workload) for factor in FACTORS]
+    changes = [(quantity, factor) for quantity in quantities(workload) for factor in QUANTITY_FACTORS]
     for done, (quantity, factor) in enumerate(changes):
         if progress:
             progress(done, len(changes), f"{quantity.name} x {factor:g}")
-        yield _turn(chosen, question, quantity, factor)
+        yield _turning_point(chosen, question, quantity, factor)
 
 
-def _turn(chosen: Option, question: OpenWorkload, quantity: Quantity, factor: float) -> TurningPoint:
+def _turning_point(chosen: Option, question: OpenWorkload, quantity: Quantity, factor: float) -> TurningPoint:
     def at(factor: float) -> float:
         return quantity.read(quantity.change(question.workload, factor))
 
@@ -122,27 +124,27 @@ def _turn(chosen: Option, question: OpenWorkload, quantity: Quantity, factor: fl
     if not _differs(chosen.layout, changed):
         return TurningPoint(quantity.name, quantity.unit, at(1.0), at(factor), None)
     holds, turned = 1.0, factor
-    for _ in range(HALVINGS):
+    for _ in range(BISECTION_STEPS):
         middle = math.sqrt(holds * turned)
         choice_at_middle = question.choice(quantity.change(question.workload, middle))
         if _differs(chosen.layout, choice_at_middle):
             turned, changed = middle, choice_at_middle
         else:
             holds = middle
-    why = "" if changed is None else _compared(chosen, changed)
+    why = "" if changed is None else _compare_with_staying(chosen, changed)
     choice = str(changed.layout) if changed else ""
     return TurningPoint(quantity.name, quantity.unit, at(1.0), at(holds), at(turned), choice, why)
 
 
 def _differs(layout: Layout, other: Option | None) -> bool:
-    """In more than the number of its microbatches."""
+    """Whether it differs in more than its microbatches."""
     if other is None:
         return True
     return structs.replace(layout, microbatches=1) != structs.replace(other.layout, microbatches=1)
 
 
-def _compared(chosen: Option, other: Option) -> str:
-    """How the choice of now would do there."""
+def _compare_with_staying(chosen: Option, other: Option) -> str:
+    """How the present choice would do at the turning point."""
     workload, layout = other.workload, chosen.layout
     rows = workload.batch // layout.dp // chosen.workload.samples  # microbatches of the size of now
     if rows and workload.batch == rows * layout.dp * chosen.workload.samples:
@@ -156,35 +158,35 @@ def _compared(chosen: Option, other: Option) -> str:
     stays = evaluate(replace(workload, layout=layout))
     if not stays.fits:
         return f"{layout} does not fit there: it needs {stays.footprint.total / 1e9:.1f} GB"
-    little = abs(other.seconds / stays.seconds - 1) < ALIKE
+    little = abs(other.seconds / stays.seconds - 1) < EQUAL_TIME
     noise = ", and so little is within the noise of measured runs" if little else ""
     return f"against staying it {difference(stays, other)}{noise}"
 
 
-def _memory(workload: Workload, factor: float) -> Workload:
+def _scale_memory(workload: Workload, factor: float) -> Workload:
     def changed(card: Accelerator) -> Accelerator:
         return structs.replace(card, memory=int(card.memory * factor))
 
-    return _with_cards(workload, changed)
+    return _with_accelerators(workload, changed)
 
 
-def _link(workload: Workload, factor: float) -> Workload:
-    which = _which(workload)
+def _scale_link(workload: Workload, factor: float) -> Workload:
+    which = _narrowest_link(workload)
 
     def changed(card: Accelerator) -> Accelerator:
         link = getattr(card, which)
         return structs.replace(card, **{which: structs.replace(link, bandwidth=link.bandwidth * factor)})
 
-    return _with_cards(workload, changed)
+    return _with_accelerators(workload, changed)
 
 
-def _batch(workload: Workload, factor: float) -> Workload:
-    """A multiple of the devices, where the batch was one."""
+def _scale_batch(workload: Workload, factor: float) -> Workload:
+    """Keeps the batch a multiple of the devices, if it was one."""
     unit = math.gcd(workload.batch, workload.cluster.world)
     return replace(workload, batch=max(unit, round(workload.batch * factor / unit) * unit))
 
 
-def _with_cards(workload: Workload, changed: Callable[[Accelerator], Accelerator]) -> Workload:
+def _with_accelerators(workload: Workload, changed: Callable[[Accelerator], Accelerator]) -> Workload:
     groups = tuple(structs.replace(group, accelerator=changed(group.accelerator)) for group in workload.cluster.groups)
     return replace(workload, cluster=Cluster(groups))
 
@@ -193,9 +195,9 @@ def _with_cards(workload: Workload, changed: Callable[[Accelerator], Accelerator
 
 
 GB = 1e9
-SMALL = 4096  # bytes: a smaller payload has no row
-EXACT = 0.01  # between a shortcut and the exact figure
-NEGLIGIBLE = 5e-4  # of a step: a shorter cause has no row
+MIN_SHOWN_BYTES = 4096  # a smaller payload has no row
+NEGLIGIBLE_ERROR = 0.01  # between a shortcut and the exact figure
+NEGLIGIBLE_TIME = 5e-4  # of a step: a shorter cause has no row
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ class Decision(Result):
         return to_markdown(self.title, self.sections())
 
     def html(self) -> str:
-        """The same as a page of its own, with pictures."""
+        """The same as a self-contained page, with pictures."""
         plan = self.plan
         pictures = {"Memory": plan.drawn("memory"), "Traffic": plan.drawn("traffic"), "Time": plan.scene()}
         return to_page(self.title, self.sections(), pictures)
@@ -261,8 +263,8 @@ class Decision(Result):
             f"of {workload.software.name}?"
         )
         rows = [
-            ("devices", f"{workload.cluster.world:,} on {counted(workload.cluster.nodes, 'node')}"),
-            ("memory of a device", f"{card.memory / GB:.1f} GB, of which a plan fills {USABLE_FRACTION:.0%}"),
+            ("devices", f"{workload.cluster.world:,} on {plural(workload.cluster.nodes, 'node')}"),
+            ("memory of a device", f"{card.memory / GB:.1f} GB; a plan fills {USABLE_FRACTION:.0%}"),
             ("link within a node", f"{card.inside.name}, {card.inside.bandwidth / GB:.4g} GB/s each way"),
             ("link between nodes", f"{card.across.name}, {card.across.bandwidth / GB:.4g} GB/s each way"),
             (f"peak in {workload.precision}", f"{_rate(card.rate(workload.precision) / 1e12)} TFLOP/s"),
@@ -317,7 +319,7 @@ class Decision(Result):
                 _size(row["across"]), "" if row["seconds"] is None else _seconds(row["seconds"]),
             )
             for row in self.figures["traffic"]
-            if row["payload"] > SMALL
+            if row["payload"] > MIN_SHOWN_BYTES
         ]  # fmt: skip
         if not rows:
             yield Text("A rank sends nothing that counts.")
@@ -336,9 +338,9 @@ class Decision(Result):
         numbers = self.figures
         step = numbers["step_seconds"]
         rows = [
-            (CAUSES[cause], _seconds(length), f"{length / step:.1%}")
+            (CAUSE_NAMES[cause], _seconds(length), f"{length / step:.1%}")
             for cause, length in numbers["time_by_cause"].items()
-            if abs(length) >= NEGLIGIBLE * step
+            if abs(length) >= NEGLIGIBLE_TIME * step
         ]
         yield Table(
             ["cause", ">time", ">share"], rows, totals=[("step", _seconds(step), "")],
@@ -356,7 +358,7 @@ class Decision(Result):
             for shortcut in self.shortcuts
         ]
         yield Table(["", ">shortcut", ">exact", ">exact / shortcut"], rows)
-        yield Text("\n".join(map(_reasoned, self.shortcuts)))
+        yield Text("\n".join(map(_shortcut_text, self.shortcuts)))
         yield Text(
             "P parameters, B sequences of a microbatch and S of its tokens on a rank, H hidden, L layers, m "
             "microbatches, N ranks that ZeRO shards over, t, p and e the degrees of tp, pp and ep, v stages of a rank, "
@@ -367,8 +369,8 @@ class Decision(Result):
     def _neighbours(self) -> Iterator[Block]:
         ordered = fastest_first(self.plan.neighbours)
         rows = [
-            (neighbour.change, _changed(neighbour), "" if neighbour.memory is None else _gigabytes(neighbour.memory))
-            for neighbour in ordered
+            (one.change, _change_text(one), "" if one.memory is None else _gigabytes(one.memory))
+            for one in ordered
         ]  # fmt: skip
         yield Table(["change", ">time", ">memory"], rows)
         yield Text("\n".join(f"- {neighbour.sentence}" for neighbour in ordered))
@@ -396,29 +398,29 @@ class Decision(Result):
         ]
         yield Table(["", ">now", ">holds up to", ">is another at"], rows)
         changes = [turn for turn in self.turns if turn.turns is not None]
-        lines = [f"- {turn.name} {turn.turns:.4g} {turn.unit}: {_instead(turn)}" for turn in changes]
+        lines = [f"- {turn.name} {turn.turns:.4g} {turn.unit}: {_turning_text(turn)}" for turn in changes]
         yield Text("\n".join(lines) or "Nothing of this changes it.")
 
 
 def decide(plan: PlanResult, command: str = "", progress: Progress | None = None) -> Decision:
     """The decision for a plan's layout. Planning again takes a dozen searches; `progress` hears of them."""
     question = OpenWorkload(plan.workload, plan.by, plan.fixed)
-    changed = tuple(turns(plan.chosen, question, progress))
+    changed = tuple(turning_points(plan.chosen, question, progress))
     return Decision(plan, tuple(shortcuts(plan.explained)), changed, command)
 
 
-def _reasoned(shortcut: Shortcut) -> str:
-    near = shortcut.textbook and abs(shortcut.exact / shortcut.textbook - 1) < EXACT
+def _shortcut_text(shortcut: Shortcut) -> str:
+    near = shortcut.textbook and abs(shortcut.exact / shortcut.textbook - 1) < NEGLIGIBLE_ERROR
     return f"- {shortcut.name}: {shortcut.formula}. {'Alike' if near else 'Why they differ'}: {shortcut.why}."
 
 
-def _instead(turn: TurningPoint) -> str:
+def _turning_text(turn: TurningPoint) -> str:
     if not turn.choice:
         return "nothing fits"
     return f"`{turn.choice}`" + (f"; {turn.why}" if turn.why else "")
 
 
-def _changed(neighbour: Neighbour) -> str:
+def _change_text(neighbour: Neighbour) -> str:
     if neighbour.slower is not None:
         return f"{neighbour.slower:+.1%}"
     return "cannot run" if neighbour.memory is None else "does not fit"

@@ -18,11 +18,11 @@ from msgspec import Struct, convert, field
 from fivefold.cost.step import Workload
 from fivefold.hardware import accelerators
 
-FILE = Path(__file__).with_suffix(".toml")
-SHARE = 0.8  # of cases: a range is to hold in so many
+BANDS_FILE = Path(__file__).with_suffix(".toml")
+COVERAGE = 0.8  # the share of cases in which a range should hold
 IN_WORDS = "in 4 of 5 cases"
-LARGE = 10e9  # parameters
-FAR = 512  # GPUs
+LARGE_MODEL = 10e9  # parameters
+LARGE_CLUSTER = 512  # GPUs
 
 Traits = dict[str, str]  # by the name of a trait: what a workload has of it
 
@@ -74,7 +74,7 @@ class Range(NamedTuple):
 @cache
 def bands() -> Bands:
     """The file's."""
-    return convert(tomllib.loads(FILE.read_text()), Bands)
+    return convert(tomllib.loads(BANDS_FILE.read_text()), Bands)
 
 
 def traits(workload: Workload) -> Traits:
@@ -87,8 +87,12 @@ def traits(workload: Workload) -> Traits:
         "system": _system(workload),
         "device": "guess" if guess else "known",
         "model": "dense" if workload.spec.experts is None else "experts",
-        "size": "10B and more" if workload.spec.parameter_count >= LARGE else "below 10B",
-        "scale": "one node" if nodes == 1 else f"up to {FAR} GPUs" if world <= FAR else f"more than {FAR} GPUs",
+        "size": "10B and more" if workload.spec.parameter_count >= LARGE_MODEL else "below 10B",
+        "scale": "one node"
+        if nodes == 1
+        else f"up to {LARGE_CLUSTER} GPUs"
+        if world <= LARGE_CLUSTER
+        else f"more than {LARGE_CLUSTER} GPUs",
     }
 
 
@@ -112,10 +116,10 @@ def memory_range() -> Range:
     return bands().memory.range({})
 
 
-def write(fitted: Bands, path: Path = FILE) -> None:
+def write(fitted: Bands, path: Path = BANDS_FILE) -> None:
     lines = [
         "# Made by `fivefold accuracy --coverage --write`. low, high: logarithms of measured over predicted, between",
-        f"# which {SHARE:.0%} of the cases of an unseen source should lie; covered: how many did, sources left out;",
+        f"# which {COVERAGE:.0%} of the cases of an unseen source should lie; covered: how many did, sources left out;",
         "# factors: how much wider that is, by trait.",
     ]
     for name, band in (("time", fitted.time), ("memory", fitted.memory)):

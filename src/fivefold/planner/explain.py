@@ -18,21 +18,23 @@ from fivefold.cost.step import Workload, estimate
 from fivefold.cost.traffic import expected_traffic
 from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RankCoords
-from fivefold.planner.closed import DISPATCHES
-from fivefold.planner.mixed import divided, groups_of, spanning
-from fivefold.planner.search import Option, can_be_built, search
+from fivefold.planner.closed_forms import DISPATCHES
+from fivefold.planner.mixed import divide_layers, groups_of, span_problems
+from fivefold.planner.mixed_search import can_be_built
+from fivefold.planner.option import Option
+from fivefold.planner.search import search
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.support.dtypes import dtype_of_bytes
 from fivefold.support.errors import UserError
 from fivefold.support.text import either
 
-NAMED = 3  # causes of a difference at most
+MAX_NAMED_CAUSES = 3  # causes of a difference at most
 RANKS_BY = "a cluster of"  # how a planner's reader gives a number of ranks
 
-EVEN, SPEED = "even layers", "layers by speed"  # over mixed nodes
+EVEN_LAYERS, LAYERS_BY_SPEED = "even layers", "layers by speed"  # over mixed nodes
 
 # The name of each cause of time. Communication is what compute does not hide.
-CAUSES = {
+CAUSE_NAMES = {
     "gemm": "matmuls",
     "attention": "attention",
     "memory": "memory-bound kernels",
@@ -65,14 +67,14 @@ class Neighbour(NamedTuple):
 
 
 def neighbours(option: Option) -> list[Neighbour]:
-    """What each single change would do."""
+    """The layouts one change away."""
     return [_evaluate_neighbour(option, change, layout) for change, layout in _changes(option.workload)]
 
 
 def nearest_fit(option: Option, searched: Sequence[Option] | None = None) -> Neighbour | None:
-    """Of the layouts one change away that fit, the quickest; where none does, the planner's choice, if there is one.
+    """The fastest layout one change away that fits; if none does, the planner's choice, if there is one.
 
-    `searched` are the fastest layouts of a search of the same workload, where the caller has made one.
+    `searched`: the fastest layouts of a search of the same workload, if the caller has made one.
     """
     if fitting := [neighbour for neighbour in neighbours(option) if neighbour.slower is not None]:
         return min(fitting, key=lambda neighbour: neighbour.slower or 0.0)
@@ -91,7 +93,7 @@ def _changes(workload: Workload) -> Iterator[tuple[str, Layout]]:
     """One degree doubled or halved (dp takes the difference), or one other choice."""
     layout, world = workload.layout, workload.cluster.world
     if workload.groups:
-        yield (EVEN, structs.replace(layout, split=())) if layout.split else (SPEED, layout)
+        yield (EVEN_LAYERS, structs.replace(layout, split=())) if layout.split else (LAYERS_BY_SPEED, layout)
     # A split by hand belongs to its degrees; over mixed nodes it is made anew.
     for axis in () if layout.split and not workload.groups else ("tp", "pp", "cp"):
         value = getattr(layout, axis)
@@ -142,7 +144,7 @@ def ep_changes(workload: Workload) -> Iterator[tuple[str, Layout]]:
 def _evaluate_neighbour(option: Option, change: str, layout: Layout) -> Neighbour:
     workload = replace(option.workload, layout=layout, groups=())
     if option.workload.groups:  # each layout has its own division of the layers, unless the option has none
-        if problems := spanning(workload.cluster, layout):
+        if problems := span_problems(workload.cluster, layout):
             return Neighbour(change, layout, None, f"{change} cannot run: {problems[0]}")
         layout = structs.replace(layout, split=())
         workload = replace(workload, layout=layout, groups=groups_of(workload.cluster, layout))
@@ -151,8 +153,8 @@ def _evaluate_neighbour(option: Option, change: str, layout: Layout) -> Neighbou
     )
     if problems:
         return Neighbour(change, layout, None, f"{change} cannot run: {problems[0]}")
-    if workload.groups and change != EVEN and (option.layout.split or change == SPEED):
-        workload = divided(workload)
+    if workload.groups and change != EVEN_LAYERS and (option.layout.split or change == LAYERS_BY_SPEED):
+        workload = divide_layers(workload)
         layout = workload.layout
     needs = footprint(workload)
     limit = USABLE_FRACTION * workload.device_memory_of(needs.rank)
@@ -168,7 +170,7 @@ def _evaluate_neighbour(option: Option, change: str, layout: Layout) -> Neighbou
 
 
 def _what_grew(option: Option, needs: Footprint) -> str:
-    """Why it is too large: the part that grew most from an option that fits, or else its largest part."""
+    """Why it is too large: the part that grew most over an option that fits, else its largest part."""
     before, parts = option.footprint.parts, needs.parts
     grown = max(parts, key=lambda part: parts[part] - before.get(part, 0.0))
     now, was = (f"{size / 1e9:.1f}" for size in (parts[grown], before.get(grown, 0.0)))
@@ -188,10 +190,12 @@ def difference(best: Option, other: Option) -> str:
     moved = {cause: (there[cause] - here[cause]) / best.seconds for cause in there}
     cause, *others = sorted(moved, key=lambda cause: -sign * moved[cause])
     named, explained = [cause], moved[cause]
-    while len(named) < NAMED and sign * explained < abs(slower) / 2:  # less than half of it does not explain it
+    while (
+        len(named) < MAX_NAMED_CAUSES and sign * explained < abs(slower) / 2
+    ):  # less than half of it does not explain it
         named.append(others.pop(0))
         explained += moved[named[-1]]
-    why = ", ".join(f"{CAUSES[name]} {moved[name]:+.1%}" for name in named) + " of the "
+    why = ", ".join(f"{CAUSE_NAMES[name]} {moved[name]:+.1%}" for name in named) + " of the "
     why += "shorter step" if any(abs(moved[name]) > 1 for name in named) else "step"  # whose a share above 100% is
     if "ep" in named and (best.estimate.expert_messages.hidden_by_pair > 0) != (
         other.estimate.expert_messages.hidden_by_pair > 0
@@ -239,7 +243,7 @@ def _with_experts(workload: Workload, stage: int) -> bool:
 
 
 def traffic(option: Option) -> list[AxisTraffic]:
-    """What `traffic_rank` sends, by axis and kind, within the node and across. Of experts' tokens: the mean."""
+    """What `traffic_rank` sends, by axis and kind, within the node and across. For experts' tokens, the mean."""
     workload, rank, rows = option.workload, traffic_rank(option), []
     topology = workload.block_cost_of(rank).topology
     dtype = dtype_of_bytes(workload.block_cost.activation_bytes)
@@ -263,7 +267,7 @@ def traffic(option: Option) -> list[AxisTraffic]:
 
 
 def _share_across_nodes(kind: str, reach: Reach | None, nodes: int) -> float:
-    """Of a rank's bytes, the share that goes to other nodes."""
+    """The share of a rank's bytes that goes to other nodes."""
     if (reach.nodes if reach else nodes) == 1:
         return 0.0
     if reach is None or kind == "send":
@@ -273,9 +277,9 @@ def _share_across_nodes(kind: str, reach: Reach | None, nodes: int) -> float:
     return 1 / reach.together  # a ring leaves a node once for each that it enters
 
 
-ALIKE = 0.03  # of a step
-UNPROVEN = 0.10  # likewise, of tp over a network: no run that judges the planner has it, so its times must win by more
-WORTH = 0.05  # more tokens per second: from here on another batch is worth a sentence
+EQUAL_TIME = 0.03  # of a step: a smaller difference counts as none
+NETWORK_TP_MARGIN = 0.10  # by which tp over a network must win, since no run that judges the planner has it
+MIN_BATCH_GAIN = 0.05  # in tokens per second, for another batch to be worth a sentence
 
 
 def complexity(option: Option) -> int:
@@ -287,13 +291,15 @@ def complexity(option: Option) -> int:
 
 
 def simplest(options: Sequence[Option]) -> Option:
-    """Of those within 3% of the fastest; within 10%, where the fastest has tp over a network and others have not."""
+    """The simplest within 3% of the fastest; within 10%, if the fastest has tp over a network and another has not."""
     first = min(options, key=lambda option: option.seconds)
     inside = [option for option in options if not option.workload.topology.across("tp")]
     if inside and first not in inside:
         within = min(inside, key=lambda option: option.seconds)
-        first, options = (within, inside) if within.seconds <= (1 + UNPROVEN) * first.seconds else (first, options)
-    near = [option for option in options if option.seconds <= (1 + ALIKE) * first.seconds]
+        first, options = (
+            (within, inside) if within.seconds <= (1 + NETWORK_TP_MARGIN) * first.seconds else (first, options)
+        )
+    near = [option for option in options if option.seconds <= (1 + EQUAL_TIME) * first.seconds]
     return min(near, key=lambda option: (complexity(option), option.seconds))
 
 
@@ -305,7 +311,7 @@ def better_batch(option: Option) -> str:
     near = max(unit, round(workload.batch / unit) * unit)
     better = search(replace(workload, batch=near), top=1).best
     gain = better.tokens_per_second / option.tokens_per_second - 1
-    if gain < WORTH:
+    if gain < MIN_BATCH_GAIN:
         return ""
     return (
         f"a batch of {workload.batch} divides badly over {workload.cluster.world} devices; batch={near} gives "

@@ -11,59 +11,54 @@ from typing import Any
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
+from fivefold.planner.checkpoint_interval import daly_interval, young_interval
 from fivefold.planner.error_range import IN_WORDS, step_range
-from fivefold.planner.goodput import (
+from fivefold.planner.failure_costs import (
     DAY,
     FLEETS,
     HOUR,
-    JITTER,
     JITTER_SOURCE,
-    RUNS,
     SLOW_SOURCE,
+    STEP_JITTER,
     FailureCosts,
-    GoodputRun,
     Input,
-    Simulated,
-    Straggling,
-    daly,
-    inputs,
-    length,
-    straggling,
-    young,
+    failure_inputs,
 )
+from fivefold.planner.failure_simulation import SIMULATED_RUNS, SimulatedRuns
+from fivefold.planner.goodput import GoodputRun, Straggling, days_text, expected_straggling
+from fivefold.planner.option import Option
 from fivefold.planner.plan import plan
 from fivefold.planner.result import too_large
-from fivefold.planner.search import Option
-from fivefold.planner.training import TWENTY
+from fivefold.planner.training import CHINCHILLA_BUDGET
 from fivefold.render.blocks import Block, Cell, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import STEPS, checked, misfit, within
+from fivefold.support.ranges import MAX_STEPS, check_range, misfit, within
 from fivefold.support.text import si
 
 # ---- result ---------------------------------------------------------------------------------------------------------
 # What `fivefold goodput` has found: days with failures, how often to save, and what slow ranks cost.
 
 
-CAUSES = {
+CAUSE_NAMES = {
     "training": "steps that stay",
     "saves": "saves, where they block",
     "steps made again": "steps made again after failures",
     "failures": "failures: noticing, starting, loading",
 }
-HALF = HOUR / 2  # an interval that many take
+HALF_HOUR = HOUR / 2  # an interval that many take
 
 
 @dataclass(frozen=True)
 class GoodputResult(Result):
-    """A planned run under failures. `run` is saved as asked, or else as is best; `simulated` is many of it."""
+    """A planned run under failures. `run` saves as asked, or else as is best; `simulated` has many of it."""
 
     option: Option
     tokens: int
     run: GoodputRun
     given: bool  # whether the user said how often to save
     costs: FailureCosts
-    simulated: Simulated
+    simulated: SimulatedRuns
     runs: int
     seed: int
     inputs: tuple[Input, ...]
@@ -84,7 +79,11 @@ class GoodputResult(Result):
         runs = {"given": self.run} if self.given else {}
         runs |= {"the best": self.saved_every(self.run.best)}
         failures = self.run.failures
-        others = {"Young, sqrt(2 b M)": young(failures), "Daly": daly(failures), "half an hour": HALF}
+        others = {
+            "Young, sqrt(2 b M)": young_interval(failures),
+            "Daly": daly_interval(failures),
+            "half an hour": HALF_HOUR,
+        }
         steps = {name: max(1, round(seconds / self.run.step)) for name, seconds in others.items()}
         return runs | {name: self.saved_every(many) for name, many in steps.items() if many <= self.run.most}
 
@@ -136,12 +135,12 @@ class GoodputResult(Result):
         )
         low, median, high = run.days(self.simulated)
         yield Text(
-            f"{length(run.work / DAY)} without failures; with them {length(low)} to {length(high)} (p10 to p90), "
-            f"median {length(median)}: goodput {self.goodput:.1%}",
+            f"{days_text(run.work / DAY)} without failures; with them {days_text(low)} to {days_text(high)} "
+            f"(p10 to p90), median {days_text(median)}: goodput {self.goodput:.1%}",
             "bold",
         )
         if planned := step_range(workload):
-            days = " to ".join(length(end / DAY) for end in planned.around(run.expected))
+            days = " to ".join(days_text(end / DAY) for end in planned.around(run.expected))
             yield Text(
                 f"that is chance alone; the planned step itself is {planned.text(run.step)} s {IN_WORDS}, so {days}"
             )
@@ -149,7 +148,13 @@ class GoodputResult(Result):
         yield self._intervals()
         if fleets := self.fleets:
             rows = [
-                (name, length(run.failures.between / DAY), f"{run.every:,}", _share(run), length(run.expected / DAY))
+                (
+                    name,
+                    days_text(run.failures.between / DAY),
+                    f"{run.every:,}",
+                    _share(run),
+                    days_text(run.expected / DAY),
+                )
                 for name, run in fleets.items()
             ]
             heads = ["~whose GPUs", ">the job fails in", ">steps between saves", ">goodput", ">run"]
@@ -161,14 +166,15 @@ class GoodputResult(Result):
     def _parts(self) -> Table:
         total = float(self.simulated.seconds.mean())
         rows = [
-            (CAUSES[cause], length(part / DAY), f"{part / total:.1%}") for cause, part in self.simulated.parts.items()
+            (CAUSE_NAMES[cause], days_text(part / DAY), f"{part / total:.1%}")
+            for cause, part in self.simulated.parts.items()
         ]
         caption = (
             f"means of {self.runs:,} simulated runs (seed {self.seed}), {self.simulated.failures.mean():,.1f} failures "
-            f"each; expected by formula: {length(self.run.expected / DAY)}"
+            f"each; expected by formula: {days_text(self.run.expected / DAY)}"
         )
         return Table(
-            ["what the time goes into", ">time", ">share"], rows, "Time", caption, [("total", length(total / DAY))]
+            ["what the time goes into", ">time", ">share"], rows, "Time", caption, [("total", days_text(total / DAY))]
         )
 
     def _intervals(self) -> Table:
@@ -177,7 +183,7 @@ class GoodputResult(Result):
         for name, run in self.intervals.items():
             more = f"{max(0.0, run.expected / least - 1):.2%}" if run.expected < 1e3 * least else "no end"
             this = run.every == self.run.every
-            cells = (name, f"{run.every or run.steps:,}", length(run.interval / DAY), _share(run), more)
+            cells = (name, f"{run.every or run.steps:,}", days_text(run.interval / DAY), _share(run), more)
             rows.append([Cell(text, "bold" if this else "") for text in cells])
         heads = ["between saves", ">steps", ">time", ">goodput", ">longer than the best"]
         waits = self.run.failures.writing > self.run.interval + self.run.failures.blocked
@@ -190,7 +196,7 @@ class GoodputResult(Result):
             (f"{cost.ranks:,}", f"{cost.jitter:.1%}", f"{cost.chance:.1%}", f"{cost.slow:.1%}")
             for cost in self.straggling
         ]
-        source = f" ({JITTER_SOURCE})" if self.jitter == JITTER else ""
+        source = f" ({JITTER_SOURCE})" if self.jitter == STEP_JITTER else ""
         caption = (
             f"jitter: a rank's step varies by {self.jitter:.2%} of its mean{source}, and all wait for the slowest; "
             f"slow machines: {SLOW_SOURCE}, until they are found. Neither is added to the days above: the measured "
@@ -243,7 +249,7 @@ def goodput(
     storage: float | None = None,
     save: float | None = None,
     jitter: float | None = None,
-    runs: int = RUNS,
+    runs: int = SIMULATED_RUNS,
     seed: int = 0,
 ) -> GoodputResult:
     """Days to train with failures: expected, and as a distribution of seeded simulated runs.
@@ -252,22 +258,22 @@ def goodput(
         >>> print(f"{run.goodput:.1%} of the time trains")
         99.9% of the time trains
 
-    The run is that of `plan` with the same `model`, `cluster`, `changes`, `batch`, `seq`, `layout`, `fix`, `precision`
+    The run is what `plan` makes of the same `model`, `cluster`, `changes`, `batch`, `seq`, `layout`, `fix`, `precision`
     and `software`; `tokens` are 20 per parameter where neither they nor the job say.
     `every` counts steps between checkpoints; without it, and where the job does not say, they are those of the shortest
     run. `mtbf` is hours between failures of one GPU, `detect` and `restart` are seconds, `storage` is GB a second of
     all nodes together, `save` the seconds that a save blocks steps: published or measured where not given. `jitter` is
-    the deviation of a rank's step as a share of its mean. The distribution is that of `runs`, whose failures a `seed`
+    the deviation of a rank's step as a share of its mean. The distribution is over `runs`, whose failures a `seed`
     draws.
     """
     costs = FailureCosts(mtbf, detect, restart, storage, save)
     costs.check()
-    jitter = JITTER if jitter is None else jitter
+    jitter = STEP_JITTER if jitter is None else jitter
     _check_options(every, runs, seed, jitter)
     own = isinstance(model, Job) or str(model).endswith(".toml") or any("train.steps=" in change for change in changes)
     planned = plan(
         model, cluster, changes=changes, batch=batch, seq=seq, layout=layout, fix=fix, precision=precision,
-        software=software, tokens=TWENTY if tokens is None and not own else tokens,
+        software=software, tokens=CHINCHILLA_BUDGET if tokens is None and not own else tokens,
     )  # fmt: skip
     option, training = planned.explained, planned.training
     if not option.fits:
@@ -288,23 +294,25 @@ def goodput(
         simulated=simulated,
         runs=runs,
         seed=seed,
-        inputs=tuple(inputs(option, costs, run.failures)),
-        straggling=tuple(straggling(ranks, machine, jitter) for ranks in sorted({FEW, world, MANY})),
+        inputs=tuple(failure_inputs(option, costs, run.failures)),
+        straggling=tuple(expected_straggling(ranks, machine, jitter) for ranks in sorted({FEW, world, MANY})),
         jitter=jitter,
     )
 
 
 def _check_options(every: int | None, runs: int, seed: int, jitter: float) -> None:
-    checked("every", every, within(1, STEPS))
-    checked("runs", runs, within(10, MOST_RUNS))
-    checked("seed", seed, within(0, SEEDS))
+    check_range("every", every, within(1, MAX_STEPS))
+    check_range("runs", runs, within(10, MOST_RUNS))
+    check_range("seed", seed, within(0, SEEDS))
     if wrong := misfit("jitter", jitter, within(0, 1)):
         raise UserError(wrong, "option.range")
 
 
 def _no_end(run: GoodputRun) -> str:
     """Why failures leave no progress, and what would."""
-    between, down, interval = (length(each / DAY) for each in (run.failures.between, run.failures.down, run.interval))
+    between, down, interval = (
+        days_text(each / DAY) for each in (run.failures.between, run.failures.down, run.interval)
+    )
     return (
         f"the job fails once in {between}, needs {down} to run again and has {interval} from save to save, so it comes "
         "to no end; take fewer GPUs, save more often, or start again sooner"

@@ -1,7 +1,7 @@
-"""Which group of a mixed cluster each pipeline rank is on.
+"""The group of a mixed cluster that each pipeline rank runs on, and the division of layers by their speed.
 
-Every replica spans all groups, so that none is slower than another: the batch is dealt out evenly over dp, and a
-replica of slow devices would hold up all others. A pipeline passes through one group after the other.
+Every replica spans all groups, so that none is slower than another: dp divides the batch evenly, and a replica of slow
+devices would hold up all others. A pipeline passes through one group after the other.
 """
 
 import math
@@ -21,10 +21,10 @@ from fivefold.support.text import either
 MOST_ORDERS = 6  # of groups, that are tried
 
 
-def merged(cluster: Cluster) -> Cluster:
-    """The same nodes with those of one kind in one group, in the order in which the kinds first appear.
+def merge_groups(cluster: Cluster) -> Cluster:
+    """The same nodes, with all nodes of one kind in one group, in the order in which the kinds first appear.
 
-    Ranks that were measured are where they are: of those only neighbours are of one group."""
+    Nodes of a cluster file keep their places, so only neighbours are merged."""
     groups: list[Group] = []
     for group in cluster.groups:
         at = next((at for at, known in enumerate(groups) if structs.replace(known, nodes=group.nodes) == group), None)
@@ -43,12 +43,12 @@ def orders(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def _may_move(cluster: Cluster) -> bool:
-    """Whether its nodes can be numbered otherwise. A file's cannot: a job names the file, whose order is the ranks'."""
+    """Whether its nodes can be renumbered. A file's cannot: a job names the file, and its order is the ranks' order."""
     return all(group.from_catalogue for group in cluster.groups)
 
 
 def groups_of(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
-    """The group of each pipeline rank, where every replica spans all groups; empty where there is one group."""
+    """The group of each pipeline rank, if every replica spans all groups; empty if there is one group."""
     if len(cluster.groups) == 1:
         return ()
     row = layout.world // layout.pp  # ranks of one stage
@@ -72,8 +72,8 @@ def groups_of(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
     return tuple(at for at, group in enumerate(cluster.groups) for _ in range(group.world // row))
 
 
-def spanning(cluster: Cluster, layout: Layout) -> list[str]:
-    """Why a layout's degrees do not span the groups; empty where they do."""
+def span_problems(cluster: Cluster, layout: Layout) -> list[str]:
+    """Why a layout's degrees do not span the groups; empty if they do."""
     try:
         groups_of(cluster, layout)
     except UserError as error:
@@ -81,7 +81,7 @@ def spanning(cluster: Cluster, layout: Layout) -> list[str]:
     return []
 
 
-def hosts(cluster: Cluster, dp: int, given: str) -> str:
+def hosts_in_rank_order(cluster: Cluster, dp: int, given: str) -> str:
     """A mixed cluster as its hosts are to be numbered: for each replica its nodes of every kind, in the pipeline's
     order. `given` is how the user wrote it, with the names of their accelerators; a file of tables stays that."""
     try:
@@ -100,25 +100,26 @@ def hosts(cluster: Cluster, dp: int, given: str) -> str:
 # ---- split ----------------------------------------------------------------------------------------------------------
 # How many layers each stage takes where devices differ: by speed, as far as each rank's own memory goes.
 #
-# divided(workload) # by the ranks' loads: exact where microbatches are many
-# refined(workload) # then layer by layer, as long as the simulated step becomes shorter
+# divide_layers(workload) # by the ranks' loads: exact where microbatches are many
+# refine_split(workload) # then layer by layer, as long as the simulated step becomes shorter
 
 
-TRIES = 12  # of handing layers on, until all ranks fit
-EVALUATIONS = 300  # of a refinement, at most
-FEW = 4  # stages, of which two layers are moved at a time
+MAX_MEMORY_ROUNDS = 12  # of handing layers on, until all ranks fit
+MAX_EVALUATIONS = 300  # of a refinement, at most
+MAX_STAGES_OF_DOUBLE_MOVES = 4  # stages, of which two layers are moved at a time
 
 
-def divided(workload: Workload) -> Workload:
-    """The workload with layers divided by speed; a rank that would not fit gives layers to the others, as far as they
-    have room. If there is none, layers stay where they are quickest. `auto`, made for a split, takes that of 1F1B."""
+def divide_layers(workload: Workload) -> Workload:
+    """The workload with layers divided by speed; a rank that does not fit gives layers to the others, while they have
+    room. If there is no room, layers stay where they are fastest. `auto`, which is made for a split, takes 1F1B's."""
     if workload.layout.record.uses_stage_times:
         return replace(
-            workload, layout=structs.replace(workload.layout, split=divided(with_full_backward(workload)).layout.split)
+            workload,
+            layout=structs.replace(workload.layout, split=divide_layers(with_full_backward(workload)).layout.split),
         )
     caps = [workload.spec.layers] * workload.layout.pp
     quickest = shared = with_split(workload, by_load(workload, caps))
-    for _ in range(TRIES):
+    for _ in range(MAX_MEMORY_ROUNDS):
         over = {rank: many for rank in range(workload.layout.pp) if (many := _excess(shared, rank))}
         if not over:
             return shared
@@ -147,7 +148,7 @@ def by_load(workload: Workload, caps: Sequence[int]) -> list[int]:
 
 
 def with_split(workload: Workload, layers: Sequence[int]) -> Workload:
-    """The workload with so many layers on each rank; a rank's stages share them evenly, its ends counted."""
+    """The workload with so many layers on each rank. A rank's stages share them evenly, embedding and head included."""
     placement, split = workload.layout.placement, [0] * workload.layout.stages
     for rank, stages in enumerate(placement.of_rank):
         work, load = workload.block_cost_of(rank), dict.fromkeys(stages, 0.0)
@@ -162,25 +163,25 @@ def with_split(workload: Workload, layers: Sequence[int]) -> Workload:
     return replace(workload, layout=structs.replace(workload.layout, split=tuple(split)))
 
 
-def refined(workload: Workload, evaluations: int = EVALUATIONS) -> Workload:
-    """A workload that `divided` made, after moves of layers between stages that shorten the simulated step: of one
-    layer, and of few stages two at a time where one gains nothing."""
-    fits = fitting(workload)
+def refine_split(workload: Workload, evaluations: int = MAX_EVALUATIONS) -> Workload:
+    """Moves layers of a workload that `divide_layers` made between stages while that shortens the simulated step: one
+    layer at a time; with few stages two at a time, if one gains nothing."""
+    fits = fits_on_all_ranks(workload)
     best, seconds, left = workload, estimate(workload).seconds, evaluations
     reach = 1
-    while left and reach <= (2 if workload.layout.stages <= FEW else 1):
+    while left and reach <= (2 if workload.layout.stages <= MAX_STAGES_OF_DOUBLE_MOVES else 1):
         better = None
         for other in islice(_moves(best, reach), left):
             left -= 1
             now = estimate(other).seconds
-            if now < seconds * (1 - 1e-9) and (not fits or fitting(other)):
+            if now < seconds * (1 - 1e-9) and (not fits or fits_on_all_ranks(other)):
                 better, seconds = other, now
         reach, best = (1, better) if better else (reach + 1, best)
     return best
 
 
 def _moves(workload: Workload, reach: int) -> Iterator[Workload]:
-    """So many layers, each from one stage to another."""
+    """All moves of `reach` layers, each from one stage to another."""
     pairs, split = list(permutations(range(workload.layout.stages), 2)), workload.layout.split
     for moves in combinations_with_replacement(pairs, reach):
         moved = list(split)
@@ -192,7 +193,7 @@ def _moves(workload: Workload, reach: int) -> Iterator[Workload]:
 
 
 def layers_of(workload: Workload) -> list[int]:
-    """Of each pipeline rank."""
+    """The layers of each pipeline rank."""
     return [
         sum(len(workload.stages[number].layers) for number in stages_here)
         for stages_here in workload.layout.placement.of_rank
@@ -203,13 +204,13 @@ def footprints(workload: Workload) -> list[Footprint]:
     return [footprint_of(workload, rank) for rank in range(workload.layout.pp)]
 
 
-def fitting(workload: Workload) -> bool:
+def fits_on_all_ranks(workload: Workload) -> bool:
     """Whether every rank fits into its own device."""
     return all(needs.total <= USABLE_FRACTION * workload.device_memory_of(needs.rank) for needs in footprints(workload))
 
 
 def _excess(workload: Workload, rank: int) -> int:
-    """Layers by which a rank overfills its device, about; at least one where it does."""
+    """About how many layers a rank has too many for its device; at least one if it overfills it."""
     here = footprint_of(workload, rank).total
     over, held = here - USABLE_FRACTION * workload.device_memory_of(rank), layers_of(workload)
     if over <= 0 or not held[rank]:

@@ -18,16 +18,20 @@ from fivefold.cost.step import Workload
 from fivefold.hardware.accelerators import PRECISIONS, Accelerator
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.mixed import divided, groups_of, merged, refined
+from fivefold.planner.mixed import divide_layers, groups_of, merge_groups, refine_split
+from fivefold.planner.option import Option, evaluate
 from fivefold.planner.plan import question
-from fivefold.planner.search import Option, evaluate, search
+from fivefold.planner.search import search
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.schedules.registry import record_of
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import misfit, within
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "auto")
-KIN = ("1f1b", "zb-h1")  # schedules of one stage a rank, for which layers are moved before `auto` is made for them
+ONE_STAGE_SCHEDULES = (
+    "1f1b",
+    "zb-h1",
+)  # schedules of one stage a rank, for which layers are moved before `auto` is made for them
 
 
 @dataclass(frozen=True)
@@ -166,14 +170,16 @@ def _rows(workload: Workload, factor: float | None, schedules: Sequence[str]) ->
 def best_split(workload: Workload) -> Workload:
     """Layers by speed and memory, refined on the clock; `auto`, which is made for a split, takes the better of two."""
     if not workload.layout.record.uses_stage_times:
-        return refined(divided(workload))
-    splits = {_with_schedule(workload, name) for name in KIN}
+        return refine_split(divide_layers(workload))
+    splits = {_with_schedule(workload, name) for name in ONE_STAGE_SCHEDULES}
     options = [evaluate(replace(workload, layout=structs.replace(workload.layout, split=split))) for split in splits]
     return min(options, key=lambda option: (not option.fits, option.seconds)).workload
 
 
 def _with_schedule(workload: Workload, name: str) -> tuple[int, ...]:
-    return refined(divided(replace(workload, layout=structs.replace(workload.layout, schedule=name)))).layout.split
+    return refine_split(
+        divide_layers(replace(workload, layout=structs.replace(workload.layout, schedule=name)))
+    ).layout.split
 
 
 def idle(option: Option) -> float:
@@ -185,7 +191,7 @@ def idle(option: Option) -> float:
 
 
 def _clusters(cluster: Cluster, slower: Sequence[float]) -> list[tuple[float | None, Cluster]]:
-    like = merged(cluster)
+    like = merge_groups(cluster)
     if not slower:
         if len(like.groups) == 1:
             raise UserError(
@@ -196,10 +202,10 @@ def _clusters(cluster: Cluster, slower: Sequence[float]) -> list[tuple[float | N
         raise UserError(
             f"{cluster} is mixed as it is; give one kind of nodes to make half of them slower", "option.conflict"
         )
-    return [(factor, halved(like, factor)) for factor in slower]
+    return [(factor, slow_half(like, factor)) for factor in slower]
 
 
-def halved(cluster: Cluster, factor: float) -> Cluster:
+def slow_half(cluster: Cluster, factor: float) -> Cluster:
     """Two groups: the second half of the nodes, or of a single node's devices, that many times slower."""
     (group,) = cluster.groups
     field = "nodes" if group.nodes > 1 else "gpus"
@@ -209,10 +215,10 @@ def halved(cluster: Cluster, factor: float) -> Cluster:
     if count % 2:
         raise UserError(f"{cluster} has {count} {field}, which do not halve; nearest: {count + 1}", "compare.halves")
     half = structs.replace(group, **{field: count // 2})
-    return Cluster((half, structs.replace(half, accelerator=slowed(group.accelerator, factor))))
+    return Cluster((half, structs.replace(half, accelerator=slow_accelerator(group.accelerator, factor))))
 
 
-def slowed(accelerator: Accelerator, factor: float) -> Accelerator:
+def slow_accelerator(accelerator: Accelerator, factor: float) -> Accelerator:
     """The same device at a lower clock: rates, memory and the host's work are slower, links are not."""
     achieved, peak = Device.of(accelerator).achieved, accelerator.peak
     slow = {name: rate / factor for name in PRECISIONS if (rate := getattr(peak, name)) is not None}

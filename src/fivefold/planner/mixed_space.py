@@ -1,4 +1,4 @@
-"""All layouts over unlike nodes at once: arrays of choices and of the groups' orders, with closed forms (closed.py)."""
+"""All layouts over mixed nodes at once: arrays of choices and of the groups' orders, with closed forms."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,21 +16,21 @@ from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, USABLE_
 from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.closed import SLACK, Array, BlockShape, Choices, Closed
-from fivefold.planner.closed_ranks import closed_by_kind, joined
+from fivefold.planner.closed_forms import MEMORY_SLACK, Array, BlockShape, Choices, Closed
+from fivefold.planner.closed_forms_by_rank import closed_by_kind, combine_kinds
 from fivefold.planner.mixed import groups_of, orders
 from fivefold.planner.space import SearchQuery, Space, legal, shapes_of
 from fivefold.spec.pattern import Layer
 from fivefold.support.text import divisors
 
 # ---- closed ---------------------------------------------------------------------------------------------------------
-# Closed forms of time and memory for many layouts over unlike nodes at once: they rank and prune.
+# Closed forms of time and memory for many layouts over mixed nodes at once: they rank and prune.
 #
-# They are those of like nodes (`closed.py`), taken on each group's devices. Layers are divided by the time they
+# They apply `closed_forms.py` to each group's devices. Layers are divided by the time they
 # take on each rank, as far as its own memory goes: the least time in which all ranks together hold the model.
 
 
-ROUNDS = 12  # of bisection: that time to a few thousandths of itself
+BISECTION_ROUNDS = 12  # to a few thousandths of that time
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class MixedClosed:
     @cached_property
     def end(self) -> Array:
         """Seconds of the optimizer, gradients and weights behind the last pass: the slowest group's."""
-        after = [joined(self.query.workload.spec, kinds).after() for kinds in self.groups]
+        after = [combine_kinds(self.query.workload.spec, kinds).after() for kinds in self.groups]
         return np.max(after, axis=0) + self.query.workload.software.host_step
 
     @cached_property
@@ -188,7 +188,7 @@ def _deal_alike(each: Array, ends: Array, per_layer: Array, room: Array, layers:
 
 
 def _deal_unlike(counts: Array, each: Array, ends: Array, per_layer: Array, room: Array, layers: int) -> Dealt:
-    """The same of several kinds: a rank takes the layers that follow those of the rank before it."""
+    """The same for several kinds: a rank takes the layers that follow the previous rank's."""
     ranks = range(ends.shape[1])
     seconds = [counts @ each[:, :, rank] for rank in ranks]  # [layers + 1, rows] of all layers below
     bytes_ = [counts @ per_layer[:, :, rank] for rank in ranks]
@@ -221,7 +221,7 @@ def _deal_unlike(counts: Array, each: Array, ends: Array, per_layer: Array, room
 
 def _least(low: Array, high: Array, enough: Callable[[Array], Array]) -> Array:
     """The least times that are enough, nearly."""
-    for _ in range(ROUNDS):
+    for _ in range(BISECTION_ROUNDS):
         middle = (low + high) / 2
         fine = enough(middle)
         low, high = np.where(fine, low, middle), np.where(fine, middle, high)
@@ -244,7 +244,7 @@ class MixedSpace:
 
     @property
     def fits(self) -> Array:
-        return self.space.memory <= USABLE_FRACTION * SLACK
+        return self.space.memory <= USABLE_FRACTION * MEMORY_SLACK
 
     def workload(self, workload: Workload, at: int) -> Workload:
         """One combination, its layers not yet divided."""

@@ -16,11 +16,11 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block
 from fivefold.spec.presets import PRESETS, source_of
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import TOKENS, checked, within
+from fivefold.support.ranges import MAX_TOKENS, check_range, within
 from fivefold.support.text import si
 
-_PARTS = {"embedding": "embedding", "norm": "norms", "bias": "biases"}
-_ORDER = ("embedding", "attention", "other mixers", "mlp", "experts", "norms", "biases", "head")
+_PART_OF_KIND = {"embedding": "embedding", "norm": "norms", "bias": "biases"}
+_PART_ORDER = ("embedding", "attention", "other mixers", "mlp", "experts", "norms", "biases", "head")
 STATE_DTYPES = ("bfloat16", "float32")
 
 
@@ -35,17 +35,17 @@ class ModelResult(Result):
         """Parameters by the part of the decoder that they belong to."""
         spec, parts = self.spec, Counter[str]()
         for param in msgspec.structs.replace(spec, layers=0).parameters():
-            parts["head" if param.kind == "linear" else _PARTS[param.kind]] += param.size
+            parts["head" if param.kind == "linear" else _PART_OF_KIND[param.kind]] += param.size
         for layer, times in spec.counted().items():
             for param in spec.block_parameters(spec.first(layer)):
                 if param.kind in ("norm", "bias"):
-                    parts[_PARTS[param.kind]] += times * param.size
+                    parts[_PART_OF_KIND[param.kind]] += times * param.size
                 elif param.kind == "filter":
                     parts["other mixers"] += times * param.size
             for matmul in block(spec, layer=layer).matmuls:
-                branch = matmul.branch if matmul.branch in _ORDER else "other mixers"
+                branch = matmul.branch if matmul.branch in _PART_ORDER else "other mixers"
                 parts["experts" if matmul.experts else branch] += times * matmul.size
-        return {name: parts[name] for name in _ORDER if parts[name]}
+        return {name: parts[name] for name in _PART_ORDER if parts[name]}
 
     @property
     def states(self) -> dict[str, State]:
@@ -85,21 +85,21 @@ class ModelResult(Result):
 
 
 def _rows(numbers: dict[str, Any], of: str = "") -> Iterator[tuple[str, str]]:
-    """What is given, a line for each number; those of a table within begin with its name."""
+    """A line for each number that is set; numbers of a nested table begin with its name."""
     for key, value in numbers.items():
         if isinstance(value, dict):
             yield from _rows(value, f"{key} ")
         elif value:
-            yield (of + key).replace("_", " "), _shown(value)
+            yield (of + key).replace("_", " "), _value_text(value)
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "yes" if value is True else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def model(name: str | Path | ModelSpec, *, seq: int | None = None) -> ModelResult:
     """A preset, or the model of a Hugging Face config or a job file; FLOPs at `seq` tokens, or at its context."""
-    checked("seq", seq, within(1, TOKENS))
+    check_range("seq", seq, within(1, MAX_TOKENS))
     spec = job_of(name)[0].model
     if problems := spec.problems():
         raise UserError(problems)

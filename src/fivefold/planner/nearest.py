@@ -1,8 +1,8 @@
-"""The nearest layout that can run, for one that cannot: degrees, microbatches and, if need be, other choices change.
+"""Finds the nearest layout that can run: changes degrees, microbatches and, if need be, other choices.
 
 nearest(workload, layout, keep="tp")        # a layout without problems; None where nothing near has none
 steps(workload, layout)["tp"]               # the values of one field that a model and a number of GPUs allow
-moved(workload, layout, "tp", "16")     # one field set, and what follows it: dp takes the difference
+with_field(workload, layout, "tp", "16")    # one field set, and what follows it: dp takes the difference
 
 A workload's own layout is not read.
 """
@@ -21,12 +21,12 @@ from fivefold.planner.explain import RANKS_BY
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.support.text import divisors
 
-NEAR = 6  # values of a degree that are tried, the nearest first
-TRIED = 400  # layouts that are held against the rules, for each set of other choices
-KEPT = 6.0  # how much further away a change of the field is that is to be kept
-WEIGHTS = {"tp": 1.0, "pp": 1.1, "cp": 1.2, "ep": 0.8, "microbatches": 0.5}  # of a doubling
+MAX_VALUES = 6  # values of a degree that are tried, the nearest first
+MAX_LAYOUTS = 400  # layouts that are held against the rules, for each set of other choices
+KEPT_FIELD_WEIGHT = 6.0  # how much further away a change of the field is that is to be kept
+FIELD_WEIGHTS = {"tp": 1.0, "pp": 1.1, "cp": 1.2, "ep": 0.8, "microbatches": 0.5}  # of a doubling
 # Other choices that may stand in the way, each with a value that never does.
-PLAIN: tuple[dict[str, Any], ...] = (
+SIMPLER_CHOICES: tuple[dict[str, Any], ...] = (
     {}, {"sp": False}, {"replicate": 1}, {"split": ()}, {"schedule": "1f1b", "chunks": 0}, {"cp_kind": "ring"},
     {"zero": 1, "replicate": 1},
     {"sp": False, "replicate": 1, "split": (), "schedule": "1f1b", "chunks": 0, "cp_kind": "ring", "zero": 1},
@@ -70,7 +70,7 @@ def steps(workload: Workload, layout: Layout) -> dict[str, list[Any]]:
     }
 
 
-def moved(workload: Workload, layout: Layout, field: str, value: str) -> Layout:
+def with_field(workload: Workload, layout: Layout, field: str, value: str) -> Layout:
     """The layout with one field set. dp takes the difference in ranks, microbatches stay as large as they are; the
     split of the layers and the chunks of a schedule belong to what they were made for."""
     changes = structs.asdict(layout) | {field: value}
@@ -108,25 +108,27 @@ def _following(workload: Workload, before: Layout, layout: Layout) -> Layout:
 
 def nearest(workload: Workload, layout: Layout, keep: str = "") -> Layout | None:
     """The nearest layout without problems; the field `keep` changes only where it must."""
-    for plain in PLAIN:
+    for plain in SIMPLER_CHOICES:
         start = structs.replace(layout, **plain)
-        around = sorted(_around(workload, start, keep), key=lambda change: change[0])
-        for _, changes in around[:TRIED]:
+        around = sorted(_nearby_degrees(workload, start, keep), key=lambda change: change[0])
+        for _, changes in around[:MAX_LAYOUTS]:
             candidate = structs.replace(start, **changes)
             if not problems(workload, candidate):
                 return candidate
     return None
 
 
-def _around(workload: Workload, layout: Layout, keep: str) -> Iterator[tuple[float, dict[str, Any]]]:
+def _nearby_degrees(workload: Workload, layout: Layout, keep: str) -> Iterator[tuple[float, dict[str, Any]]]:
     """Degrees and microbatches nearby, each with how far away it is."""
     world, fitting, total = workload.cluster.world, steps(workload, layout), layout.dp * layout.microbatches
 
     def far(field: str, value: int, of: int) -> float:
-        return abs(math.log2(value / of)) * WEIGHTS.get(field, 0.0) * (KEPT if field == keep else 1.0)
+        return (
+            abs(math.log2(value / of)) * FIELD_WEIGHTS.get(field, 0.0) * (KEPT_FIELD_WEIGHT if field == keep else 1.0)
+        )
 
     near = {
-        axis: sorted(fitting[axis], key=lambda n: abs(math.log2(n / getattr(layout, axis))))[:NEAR]
+        axis: sorted(fitting[axis], key=lambda n: abs(math.log2(n / getattr(layout, axis))))[:MAX_VALUES]
         for axis in ("tp", "pp", "cp")
     }
     for tp, pp, cp in product(*near.values()):
@@ -136,7 +138,7 @@ def _around(workload: Workload, layout: Layout, keep: str) -> Iterator[tuple[flo
         wanted = layout.microbatches if keep == "microbatches" else max(1, round(total / dp))
         counts = sorted(divisors(workload.batch // dp), key=lambda n: abs(math.log2(n / wanted)))[:4]
         distance = far("tp", tp, layout.tp) + far("pp", pp, layout.pp) + far("cp", cp, layout.cp)
-        distance += abs(math.log2(dp / layout.dp)) * (KEPT if keep == "dp" else 0.0)
+        distance += abs(math.log2(dp / layout.dp)) * (KEPT_FIELD_WEIGHT if keep == "dp" else 0.0)
         base = {"tp": tp, "pp": pp, "cp": cp, "dp": dp}
         shared = divisors(max(1, dp // layout.replicate) * cp * tp)
         for count in {*counts, *(n for n in divisors(workload.batch // dp) if n >= 2 * pp and n < 4 * pp)}:

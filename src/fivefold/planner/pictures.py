@@ -1,12 +1,12 @@
-"""A layout's memory and time as two stacked bars, and its memory beside that of the layouts one change away."""
+"""A layout's memory and time as two stacked bars, and its memory next to the layouts one change away."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint, footprint_of
-from fivefold.planner.explain import CAUSES, AxisTraffic, Neighbour, traffic, traffic_rank
+from fivefold.planner.explain import CAUSE_NAMES, AxisTraffic, Neighbour, traffic, traffic_rank
 from fivefold.planner.mixed import groups_of
-from fivefold.planner.search import Option
+from fivefold.planner.option import Option
 from fivefold.render.chart import TOP, Bar, Plot, amount, legend, sheet, stacked
 from fivefold.render.scene import (
     BLUE,
@@ -31,8 +31,8 @@ from fivefold.render.scene import (
 GB = 1e9
 STAGES, NEIGHBOURS = 8, 14  # rows, at most
 LEFT, RIGHT = 226.0, 210.0  # room for what stands left and right of bars
-ROW = 32.0
-LONGEST = 1.5  # of the device: a longer bar is cut
+ROW_HEIGHT = 32.0
+MAX_BAR = 1.5  # of the device: a longer bar is cut
 Parts = list[tuple[str, str, float]]  # name, colour, size
 # Compute is blue and green, communication warm, waiting grey.
 TIMES = {
@@ -66,8 +66,8 @@ def components(needs: Footprint) -> Parts:
     return [(name, colour, max(0.0, size) / GB) for name, colour, size in parts]
 
 
-def detailed(needs: Footprint) -> Parts:
-    """Of a rank, in GB: activations by kind, and the fullest moment by its name."""
+def memory_parts(needs: Footprint) -> Parts:
+    """A rank's memory in GB: activations by kind, and the fullest moment by its name."""
     kinds = [name for name in needs.parts if name.startswith("activations")]
     colours = {name: colour for name, colour, _ in components(needs)} | {needs.moment_name: RED}
     colours |= {name: hexed(mix(rgb(PURPLE), (255, 255, 255), 0.6 * at / len(kinds))) for at, name in enumerate(kinds)}
@@ -77,8 +77,10 @@ def detailed(needs: Footprint) -> Parts:
 def overview(option: Option) -> Scene:
     """Memory against the device, and the step by cause."""
     workload = option.workload
-    memory = detailed(option.footprint)
-    time = [(CAUSES[cause], TIMES[cause], length) for cause, length in option.estimate.causes.items() if length > 0]
+    memory = memory_parts(option.footprint)
+    time = [
+        (CAUSE_NAMES[cause], TIMES[cause], length) for cause, length in option.estimate.causes.items() if length > 0
+    ]
     unit, scale = ("s", 1.0) if option.seconds >= 1 else ("ms", 1e3)
     time = [(name, colour, length * scale) for name, colour, length in time]
     scene = sheet(f"{workload.spec.name} on {workload.cluster}", str(option.layout), 0.0, str(option.layout))
@@ -89,19 +91,19 @@ def overview(option: Option) -> Scene:
     plot.limit_x(device, f"device {device:.0f}")
     plot.limit_x(USABLE_FRACTION * device, f"a plan's limit {USABLE_FRACTION * device:.0f}", "end")
     stacked(plot, [Bar("", memory)], "GB")
-    y = legend(scene, plot.bottom + 78, _named(memory, "GB"))
+    y = legend(scene, plot.bottom + 78, _parts_text(memory, "GB"))
     plot = Plot(scene, MARGIN, y + 22, wide, 52, (0, 0), (1.06 * sum(size for *_, size in time), 1))
     plot.axis_x(f"{'seconds' if unit == 's' else 'milliseconds'} of a step: {option.seconds * scale:.3g}")
     stacked(plot, [Bar("", time)], unit)
-    scene.height = legend(scene, plot.bottom + 78, _named(time, unit)) + 12
+    scene.height = legend(scene, plot.bottom + 78, _parts_text(time, unit)) + 12
     return scene
 
 
-def _named(parts: Parts, unit: str) -> Iterable[tuple[str, str]]:
+def _parts_text(parts: Parts, unit: str) -> Iterable[tuple[str, str]]:
     return [(f"{name} {amount(size)} {unit}", colour) for name, colour, size in parts]
 
 
-def _described(option: Option) -> str:
+def _describe(option: Option) -> str:
     workload = option.workload
     sizes = f"{workload.batch} sequences of {workload.seq:,} tokens"
     return f"{workload.spec.name} on {workload.cluster}, {sizes}: {option.layout}"
@@ -112,17 +114,17 @@ def memory(option: Option, neighbours: Sequence[Neighbour]) -> Scene:
     workload, device = option.workload, option.device_memory / GB
     bars = [Bar("this layout", components(option.footprint), f"{option.footprint.total / GB:.1f} GB", bold=True)]
     bars += _stages(option)
-    around = list(_around(option, neighbours))
+    around = list(_neighbour_bars(option, neighbours))
     bars += around[:NEIGHBOURS]
     left_out = len(around) - NEIGHBOURS
-    description = _described(option)
+    description = _describe(option)
     scene = sheet(
         f"Memory of a {'CPU rank' if workload.first_device.accelerator.is_cpu else 'GPU'}, by component",
         description,
         0.0,
     )
-    high = min(LONGEST * device, 1.06 * max(device, *(bar.total for bar in bars)))
-    plot = Plot(scene, LEFT, TOP + 40, WIDTH - LEFT - RIGHT, ROW * len(bars), (0, 0), (high, 1))
+    high = min(MAX_BAR * device, 1.06 * max(device, *(bar.total for bar in bars)))
+    plot = Plot(scene, LEFT, TOP + 40, WIDTH - LEFT - RIGHT, ROW_HEIGHT * len(bars), (0, 0), (high, 1))
     more = f"; {left_out} more changes are left out" if left_out > 0 else ""
     plot.axis_x(f"GB on the fullest pipeline rank{more}")
     plot.limit_x(device, f"device {device:.0f} GB")
@@ -149,8 +151,8 @@ def fastest_first(neighbours: Sequence[Neighbour]) -> list[Neighbour]:
     return sorted(neighbours, key=lambda neighbour: (neighbour.slower is None, neighbour.slower or 0.0))
 
 
-def _around(option: Option, neighbours: Sequence[Neighbour]) -> Iterable[Bar]:
-    """What cannot run at all has no bar."""
+def _neighbour_bars(option: Option, neighbours: Sequence[Neighbour]) -> Iterable[Bar]:
+    """A bar for each neighbour that can run."""
     for neighbour in fastest_first(neighbours):
         if "cannot run" in neighbour.sentence:
             continue
@@ -175,12 +177,12 @@ def sent(option: Option) -> Scene:
     card = option.workload.first_device.accelerator
     rows = [row for row in traffic(option) if row.payload > SMALL_PAYLOAD]
     unit, size = ("GB", 1e9) if any(row.inside + row.across >= 1e8 for row in rows) else ("MB", 1e6)
-    description = _described(option)
+    description = _describe(option)
     scene = sheet("What a rank sends in a step", description, 300.0)
     if not rows:
         scene.shapes.append(TextMark(WIDTH / 2, 180, "nothing: there is one rank", LABEL, "middle"))
         return scene
-    bars = [Bar(f"{row.axis}  {row.kind}", _parts(row, size), _said(row, size, unit)) for row in rows]
+    bars = [Bar(f"{row.axis}  {row.kind}", _parts(row, size), _traffic_text(row, size, unit)) for row in rows]
     high = 1.04 * max(bar.total for bar in bars)
     plot = Plot(
         scene, TRAFFIC_LEFT, TOP + 6, WIDTH - TRAFFIC_LEFT - TRAFFIC_RIGHT, TRAFFIC_ROW * len(bars), (0, 0), (high, 1)
@@ -201,7 +203,7 @@ def _parts(row: AxisTraffic, size: float) -> list[tuple[str, str, float]]:
     return [("within a node", BLUE, row.inside / size), ("between nodes", ORANGE, row.across / size)]
 
 
-def _said(row: AxisTraffic, size: float, unit: str) -> str:
+def _traffic_text(row: AxisTraffic, size: float, unit: str) -> str:
     alone = row.seconds or 0.0
     time = f", {amount(alone)} s" if alone >= 0.1 else f", {amount(1e3 * alone)} ms" if alone else ""
     calls = "1 call" if row.calls == 1 else f"{row.calls:,} calls"

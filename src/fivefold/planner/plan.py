@@ -21,18 +21,19 @@ from fivefold.job.config import Job, job_of
 from fivefold.job.recipes import usual_batch
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import RANKS_BY, better_batch, nearest_fit, neighbours, simplest
-from fivefold.planner.mixed import groups_of, merged
+from fivefold.planner.mixed import groups_of, merge_groups
+from fivefold.planner.option import Option, evaluate
 from fivefold.planner.result import PlanResult, SimulateResult
-from fivefold.planner.search import SURVIVORS, By, Option, Ranking, evaluate, search
+from fivefold.planner.search import SURVIVORS, By, Ranking, search
 from fivefold.planner.training import batch_of, budget_of, training_of
 from fivefold.spec.model import ModelSpec
 from fivefold.support.dtypes import precision_of
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import SEQUENCES, TOKENS, checked, misfit, within
+from fivefold.support.ranges import MAX_TOKENS, SEQUENCES, check_range, misfit, within
 from fivefold.support.text import did_you_mean
 
 USUAL_CLUSTER = "8xH100"  # where neither the question nor the job names one
-SEQ = 8192  # tokens of a sequence, where none is given and the model's context is longer
+DEFAULT_SEQ = 8192  # tokens of a sequence, where none is given and the model's context is longer
 
 
 def plan(
@@ -66,7 +67,7 @@ def plan(
     `software` (fivefold, nemo, torchtitan, megatron). `price` is dollars per device and hour. `tokens` is the length of
     the run ("1.4T", 300e9, or "chinchilla": 20 per parameter). The settings of `.job` are those of published recipes,
     and so is the batch, where it is not given. `imbalance` is what the fullest rank gets of the tokens that visit
-    experts, over the mean; by default that of published pairs.
+    experts, over the mean; by default as in published pairs.
     """
     _check_options(by, top, price)
     if layout is not None and fix:
@@ -78,12 +79,12 @@ def plan(
     job, kept, workload = _question(model, cluster, changes, batch, seq, precision, software, tokens)
     workload = replace(workload, imbalance=imbalance_for(workload.spec, imbalance))
     training = training_of(
-        job, kept, workload, tokens, _written(workload.cluster, cluster or job.run.cluster or USUAL_CLUSTER), batch
+        job, kept, workload, tokens, _cluster_text(workload.cluster, cluster or job.run.cluster or USUAL_CLUSTER), batch
     )
     free = batch is None and tokens is None and kept is not None and "train.batch" not in kept
-    given = _given(workload, layout) if layout is not None else None
+    given = _evaluate_layout(workload, layout) if layout is not None else None
     fixed = fixed_choices(fix)
-    ranking, unsearched = _ranked(workload, by, top, fixed, given)
+    ranking, unsearched = _rank_layouts(workload, by, top, fixed, given)
     chosen = simplest(ranking.options) if by == "throughput" and not unsearched else ranking.best
     explained = given or chosen
     fastest = ([] if unsearched else ranking.options) if by == "throughput" else None
@@ -111,11 +112,13 @@ def _check_options(by: str, top: int, price: float | None) -> None:
         raise UserError(wrong, "option.range")
     if by not in get_args(By):
         raise UserError(f"by={by!r} is not a ranking; {did_you_mean(str(by), get_args(By))}", "option.choice")
-    checked("top", top, within(1, SEQUENCES))
+    check_range("top", top, within(1, SEQUENCES))
 
 
-def _ranked(workload: Workload, by: By, top: int, fixed: dict[str, Any], given: Option | None) -> tuple[Ranking, str]:
-    """The best layouts; where there are none but the `given` one, which can be timed all the same, also why."""
+def _rank_layouts(
+    workload: Workload, by: By, top: int, fixed: dict[str, Any], given: Option | None
+) -> tuple[Ranking, str]:
+    """The best layouts; if there is none but the `given` one, which can still be timed, also why."""
     try:
         return search(workload, by, max(top, SURVIVORS) if by == "throughput" else top, **fixed), ""
     except UserError as error:
@@ -154,7 +157,7 @@ def simulate(
 
 def option_of(workload: Workload, layout: str | Layout, imbalance: float | None = None) -> Option:
     """A layout of a question's workload, timed; whether it fits or not."""
-    return _given(replace(workload, imbalance=imbalance_for(workload.spec, imbalance)), layout)
+    return _evaluate_layout(replace(workload, imbalance=imbalance_for(workload.spec, imbalance)), layout)
 
 
 def workload_of(job: Job, cluster: Cluster, precision: str = "", software: str = "fivefold") -> Workload:
@@ -168,11 +171,11 @@ def workload_of(job: Job, cluster: Cluster, precision: str = "", software: str =
 
 def plan_given_layout(job: Job, cluster: Cluster) -> Option:
     """A job's own layout on a cluster."""
-    return option_of(_rated(workload_of(job, cluster)), job.layout)
+    return option_of(_check_rate(workload_of(job, cluster)), job.layout)
 
 
-def _rated(workload: Workload) -> Workload:
-    """Raises where a device has no rate for the precision, with those that there are."""
+def _check_rate(workload: Workload) -> Workload:
+    """Raises UserError if a device has no rate for the precision; names the ones it has."""
     for group in workload.cluster.groups:
         group.accelerator.rate(workload.precision)
     return workload
@@ -228,8 +231,8 @@ def _question(
     if wrong := spec.problems():
         raise UserError(wrong)
     if seq is None:
-        seq = job.data.seq if "data.seq" in named else min(spec.context, SEQ)
-    checked("seq", seq, within(1, TOKENS))
+        seq = job.data.seq if "data.seq" in named else min(spec.context, DEFAULT_SEQ)
+    check_range("seq", seq, within(1, MAX_TOKENS))
     if spec.positions == "learned" and seq > spec.context:
         longer = f"seq={seq} is longer than the {spec.context} learned positions of {spec.name}"
         raise UserError(f"{longer}; nearest: seq={spec.context}", "data.seq.positions")
@@ -240,23 +243,23 @@ def _question(
             batch = batch_of(job, total, seq, machines.world)
         else:
             batch = usual_batch(spec, seq, machines.world).value
-    checked("batch", batch, within(1, SEQUENCES))
+    check_range("batch", batch, within(1, SEQUENCES))
     precision = precision_of(precision) or ("fp32" if machines.groups[0].accelerator.is_cpu else "bf16")
-    workload = _rated(workload_of(job, machines, precision, software))
+    workload = _check_rate(workload_of(job, machines, precision, software))
     return job, kept, replace(workload, layout=Layout(), seq=seq, batch=batch)
 
 
-def _written(cluster: Cluster, given: str | Path | Cluster) -> str:
+def _cluster_text(cluster: Cluster, given: str | Path | Cluster) -> str:
     """How a job names its cluster: as the user did, since a file may have replaced figures of the catalogue."""
     return str(given).strip() if isinstance(given, str | Path) else str(cluster)
 
 
-def _given(workload: Workload, layout: str | Layout) -> Option:
+def _evaluate_layout(workload: Workload, layout: str | Layout) -> Option:
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     problems = layout.problems(
         workload.spec, world=workload.cluster.world, seq=workload.seq, batch=workload.batch, ranks_by=RANKS_BY
     )
     if problems:
         raise UserError(problems)
-    workload = replace(workload, cluster=merged(workload.cluster))
+    workload = replace(workload, cluster=merge_groups(workload.cluster))
     return evaluate(replace(workload, layout=layout, groups=groups_of(workload.cluster, layout)))

@@ -4,17 +4,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fivefold.cost.moe import IMBALANCE, SOURCE, more_even
+from fivefold.cost.moe import IMBALANCE, IMBALANCE_SOURCE, imbalance_caveat
 from fivefold.cost.peak_memory import USABLE_FRACTION
 from fivefold.cost.step import Workload
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
-from fivefold.planner.error_range import IN_WORDS, SHARE, bands, memory_range, step_range
-from fivefold.planner.explain import ALIKE, CAUSES, Neighbour, difference, traffic, traffic_rank
-from fivefold.planner.goodput import length
-from fivefold.planner.mesh import MeshResult
+from fivefold.planner.error_range import COVERAGE, IN_WORDS, bands, memory_range, step_range
+from fivefold.planner.explain import CAUSE_NAMES, EQUAL_TIME, Neighbour, difference, traffic, traffic_rank
+from fivefold.planner.goodput import days_text
+from fivefold.planner.mesh_picture import MeshResult
+from fivefold.planner.option import Option
 from fivefold.planner.pictures import fastest_first, memory, overview, sent
-from fivefold.planner.search import By, Option
+from fivefold.planner.search import By
 from fivefold.planner.training import DAY, GB, Training
 from fivefold.render.blocks import Block, Cell, Drawing, Result, Table, Text
 from fivefold.render.scene import Scene
@@ -24,9 +25,9 @@ from fivefold.schedules.terminal import LEFT_OUT, legend, timeline
 from fivefold.support.errors import UserError
 from fivefold.support.text import si
 
-DRAWN = 1024  # passes of a pipeline that a terminal can show
+MAX_DRAWN_PASSES = 1024  # passes of a pipeline that a terminal can show
 NEGLIGIBLE = 5e-4  # of a step: a shorter cause has no row
-SMALL = 4096  # bytes: a smaller payload has no row
+MIN_SHOWN_BYTES = 4096  # a smaller payload has no row
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class PlanResult(Result):
         }
         if self.given is None:
             return shown
-        return shown | {"layout": simulated(self.given, self.price) | {"advice": self.step.advice or None}}
+        return shown | {"layout": simulation_figures(self.given, self.price) | {"advice": self.step.advice or None}}
 
     def scene(self) -> Scene:
         return overview(self.explained)
@@ -116,7 +117,7 @@ class PlanResult(Result):
         if self.chosen is not options[0] and self.given is None:
             faster = 1 - options[0].seconds / self.chosen.seconds
             over = options[0].workload.topology.across("tp") and not self.chosen.workload.topology.across("tp")
-            why = "but has tp over the network, of which no measured run tells" if over and faster > ALIKE else ""
+            why = "but has tp over the network, which no measured run has" if over and faster > EQUAL_TIME else ""
             yield Text(
                 f"{options[0].layout} is {faster:.1%} faster, "
                 f"{why or 'which is within the noise of measured runs'}; {self.chosen.layout} is simpler"
@@ -170,7 +171,7 @@ class SimulateResult(Result):
         return self.option.estimate.simulation
 
     def to_dict(self) -> dict[str, Any]:
-        return simulated(self.option) | {"advice": self.advice or None}
+        return simulation_figures(self.option) | {"advice": self.advice or None}
 
     def scene(self) -> Scene | None:
         """Of the whole step: its simulation may leave out what repeats itself."""
@@ -201,9 +202,11 @@ class SimulateResult(Result):
         """Who computes what when, where the pipeline has several stages."""
         if simulation := self.simulation:
             estimate, microbatches = self.option.estimate, f"{self.option.layout.microbatches} microbatches"
-            if simulation.schedule.m * simulation.schedule.p <= DRAWN:
-                yield Drawing(lambda columns, colour: timeline(simulation, columns, colour, self._left_out))
-                yield Drawing(lambda _, colour: legend([simulation], colour))
+            if simulation.schedule.m * simulation.schedule.p <= MAX_DRAWN_PASSES:
+                yield Drawing(
+                    lambda columns, colour: timeline(simulation, columns, colour=colour, left_out=self._left_out)
+                )
+                yield Drawing(lambda _, colour: legend([simulation], colour=colour))
                 if self._left_out:
                     yield Text(
                         f"{LEFT_OUT}: {self._left_out} of {microbatches} are left out; they repeat what is beside them"
@@ -212,8 +215,8 @@ class SimulateResult(Result):
             yield Text(f"{bubble} in which the pipeline does {microbatches}")
 
 
-def simulated(option: Option, price: float | None = None) -> dict[str, Any]:
-    """What is said of a layout that was given, but for the advice."""
+def simulation_figures(option: Option, price: float | None = None) -> dict[str, Any]:
+    """The figures of a given layout, without advice."""
     return figures(option, price) | {"memory_limit_bytes": option.limit}
 
 
@@ -276,7 +279,7 @@ def _ranges(option: Option) -> dict[str, Any]:
     workload, interval = option.workload, step_range(option.workload)
     allocated = option.footprint.allocated
     return {
-        "range_share": SHARE,
+        "range_share": COVERAGE,
         "step_seconds_range": interval and interval.around(option.seconds),
         "tokens_per_second_range": interval and interval.inverse(option.tokens_per_second),
         "mfu_range": interval and interval.inverse(workload.mfu(option.seconds)),
@@ -296,7 +299,7 @@ def _range_sentence(option: Option, steps: int | None = None) -> str:
     shares = " to ".join(f"{share:.1%}" for share in interval.inverse(option.workload.mfu(option.seconds)))
     text = f"{IN_WORDS}: {times} {unit} per step, {rates} tokens/s, MFU {shares}"
     if steps is not None:
-        text += f", {' to '.join(length(steps * seconds / DAY) for seconds in (low, high))}"
+        text += f", {' to '.join(days_text(steps * seconds / DAY) for seconds in (low, high))}"
     return f"{text} (`fivefold accuracy --coverage`)"
 
 
@@ -342,7 +345,7 @@ def _ranking(options: tuple[Option, ...], chosen: Option) -> Table:
 
 def _times(option: Option) -> Table:
     rows = [
-        (CAUSES[cause], _seconds(length), f"{length / option.seconds:.1%}")
+        (CAUSE_NAMES[cause], _seconds(length), f"{length / option.seconds:.1%}")
         for cause, length in option.estimate.causes.items()
         if abs(length) >= NEGLIGIBLE * option.seconds
     ]
@@ -367,7 +370,7 @@ def _memory(option: Option) -> Table:
 
 
 def _traffic(option: Option) -> Table:
-    shown = [moved for moved in traffic(option) if moved.payload > SMALL]
+    shown = [moved for moved in traffic(option) if moved.payload > MIN_SHOWN_BYTES]
     unit, name = (GB, "GB") if any(moved.payload >= GB / 10 for moved in shown) else (1e6, "MB")
     rows = [
         (moved.axis, moved.kind, f"{moved.calls:,}", *(f"{size / unit:,.2f} {name}" for size in moved[3:6]))
@@ -409,9 +412,9 @@ def _experts(option: Option) -> Iterator[Text]:
     if workload.spec.experts is None:
         return
     active = si(workload.spec.matmul_parameters, 4)
-    why = f", {SOURCE}" if workload.imbalance == IMBALANCE else ""
+    why = f", {IMBALANCE_SOURCE}" if workload.imbalance == IMBALANCE else ""
     uneven = f"the fullest rank has {workload.imbalance:g} times the mean of the tokens{why} (--imbalance)"
-    less = more_even(workload.spec, option.layout.ep, workload.imbalance)
+    less = imbalance_caveat(workload.spec, option.layout.ep, workload.imbalance)
     uneven += f"; {less}" if less else ""
     yield Text(
         f"MFU counts the {active} parameters that a token is multiplied with; "

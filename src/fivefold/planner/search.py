@@ -6,162 +6,29 @@ ranking.best.layout, ranking.best.seconds
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from msgspec import structs
 
-from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint
-from fivefold.cost.step import Estimate, Workload, estimate, simulated_microbatches
+from fivefold.cost.peak_memory import USABLE_FRACTION, footprint
+from fivefold.cost.step import Workload, estimate, simulated_microbatches
 from fivefold.hardware.accelerators import usual_node
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.closed import SLACK
-from fivefold.planner.mixed import divided, merged, refined, spanning
-from fivefold.planner.mixed_space import MixedSpace, mixed_space
+from fivefold.planner.closed_forms import MEMORY_SLACK
+from fivefold.planner.mixed import merge_groups, span_problems
+from fivefold.planner.mixed_search import mixed_options
+from fivefold.planner.mixed_space import mixed_space
+from fivefold.planner.option import Option, evaluate
 from fivefold.planner.space import SearchQuery, Space, few_of_a_kind, space
-from fivefold.schedules.registry import CATALOGUE, LARGEST, RECORDS
+from fivefold.schedules.registry import CATALOGUE, MAX_SIZE
 from fivefold.schedules.text import to_text, with_derived_messages
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 from fivefold.support.ranges import SEQUENCES, misfit, within
 from fivefold.support.text import divisors, either
-
-# ---- option ---------------------------------------------------------------------------------------------------------
-# A layout with its time and its memory.
-#
-# evaluate(workload).seconds  # of the workload's own layout, exactly
-
-
-@dataclass(frozen=True)
-class Option:
-    """A layout with its time and its memory."""
-
-    workload: Workload
-    estimate: Estimate
-    footprint: Footprint
-
-    @property
-    def layout(self) -> Layout:
-        return self.workload.layout
-
-    @property
-    def seconds(self) -> float:
-        return self.estimate.seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.workload.batch * self.workload.seq / self.seconds
-
-    @property
-    def device_memory(self) -> int:
-        """Bytes of the fullest rank's device."""
-        return self.workload.device_memory_of(self.footprint.rank)
-
-    @property
-    def limit(self) -> float:
-        """Bytes of that device that a plan may fill."""
-        return USABLE_FRACTION * self.device_memory
-
-    @cached_property
-    def fits(self) -> bool:
-        """Whether the rank that fills its device the most does not overfill it, and so none does."""
-        return self.footprint.total <= self.limit
-
-
-def evaluate(workload: Workload) -> Option:
-    """The workload's own layout, exactly."""
-    return Option(workload, estimate(workload), footprint(workload))
-
-
-# ---- search ---------------------------------------------------------------------------------------------------------
-# The best layouts over unlike nodes: closed forms rank all of them, and the survivors' own schedules decide.
-#
-# Layers are divided anew for each (`mixed.py`). `auto` has no useful closed form on unequal stages: it is built for the
-# best layouts of the other schedules, and competes with them.
-
-
-MIXED_SURVIVORS, MIXED_PER_KIND = 40, 2  # layouts that are timed exactly, in all and of one kind
-MIXED_BUDGET = 40_000  # (stage, microbatch) pairs to simulate for all of them, some 10 microseconds each
-MIXED_REFINED = 6  # of the best, layers are moved between stages
-MAX_MOVES = 40  # for each of these, within the same budget
-MAX_BUILT_PAIRS = 1024  # pairs of all schedules that are built for their stages: half a millisecond each
-MAX_ROUNDS = 32  # microbatches per stage, beyond which the ends of a step are too short to gain anything there
-NOTICEABLE = 0.999  # of the step with another schedule: a smaller gain counts as none
-BUILT_FOR_STAGES = tuple(record.name for record in RECORDS if record.uses_stage_times)
-
-
-def mixed_options(workload: Workload, candidates: MixedSpace, fixed: dict[str, Any], by: str) -> list[Option]:
-    """The survivors, timed exactly; where nothing fits, the smallest."""
-    options: list[Option] = []
-    spent = 0
-    for at in _survivors(candidates, by):
-        candidate = candidates.workload(workload, at)
-        spent += _simulated_pairs(candidate.layout)
-        if spent > MIXED_BUDGET and len(options) >= MIXED_REFINED:
-            break
-        options.append(evaluate(divided(candidate)))
-    if by == "memory":
-        return options
-    best = _fitting_first(options)[:MIXED_REFINED]
-    moved = [_with_layers_moved(option) for option in best if not option.layout.record.uses_stage_times]
-    rest = [option for option in options if option not in best or option.layout.record.uses_stage_times]
-    built = [] if "schedule" in fixed else _with_built_schedules(_fitting_first([*moved, *rest]))
-    return [*moved, *rest, *built]
-
-
-def _simulated_pairs(layout: Layout) -> int:
-    """How many (stage, microbatch) pairs of a layout are simulated."""
-    return layout.stages * simulated_microbatches(layout)
-
-
-def _with_layers_moved(option: Option) -> Option:
-    moves = min(MAX_MOVES, MIXED_BUDGET // (MIXED_REFINED * _simulated_pairs(option.layout)))
-    return evaluate(refined(option.workload, moves)) if moves else option
-
-
-def _fitting_first(options: list[Option]) -> list[Option]:
-    return sorted(options, key=lambda option: (not option.fits, option.seconds))
-
-
-def _with_built_schedules(options: list[Option]) -> list[Option]:
-    """The layouts with one stage per rank that a schedule built for the seconds of their stages makes faster."""
-    quicker: list[Option] = []
-    spent = 0
-    for option in options:
-        for name in (name for name in BUILT_FOR_STAGES if name in option.workload.software.schedules):
-            layout = structs.replace(option.layout, schedule=name)
-            pairs = layout.pp * layout.microbatches
-            if option.layout.chunks == 1 and can_be_built(layout) and spent + pairs <= MAX_BUILT_PAIRS:
-                spent += pairs
-                candidate = evaluate(replace(option.workload, layout=layout))
-                quicker += [candidate] if candidate.seconds < option.seconds * NOTICEABLE else []
-    return quicker
-
-
-def can_be_built(layout: Layout) -> bool:
-    """Whether a schedule built for these very stages could gain anything, and does not take long to build."""
-    return layout.pp * layout.microbatches <= MAX_BUILT_PAIRS and layout.microbatches <= MAX_ROUNDS * layout.pp
-
-
-def _survivors(candidates: MixedSpace, by: str) -> list[int]:
-    """The fastest by the closed form, or those that need the smallest share of their devices; few of a kind."""
-    space = candidates.space
-    order = np.argsort(space.memory if by == "memory" else space.seconds, kind="stable")
-    of = space.of
-
-    def kind(at: int) -> tuple[Any, ...]:
-        recompute = space.shapes[of.shape[at]].recompute
-        return of.tp[at], of.pp[at], of.cp[at], of.zero[at], of.pipeline[at], recompute
-
-    chosen = few_of_a_kind(order[candidates.fits[order]].tolist(), kind, MIXED_PER_KIND, MIXED_SURVIVORS)
-    return chosen or [int(at) for at in np.argsort(space.memory)[:3]]
-
-
-# ---- search ---------------------------------------------------------------------------------------------------------
-
 
 By = Literal["throughput", "memory", "pareto"]
 SURVIVORS = 24  # layouts that are timed exactly
@@ -169,8 +36,13 @@ PER_KIND = 2  # survivors with the same tp, pp, cp, ZeRO stage and recompute
 ENOUGH_FITTING, TOO_SLOW = 8, 1.06  # after so many that fit, one that is this much slower by the closed form is skipped
 MIN_TIMED, PAIR_BUDGET = 3, 50_000  # after so many, no more (stage, microbatch) pairs than this are simulated
 MAX_CHECKED = 200  # layouts whose memory is computed exactly before closed forms must leave more room
-MEMORY_SHARES = (SLACK, 0.95, 0.85, 0.7)  # of the limit, that a closed form of memory may fill: tried in this order
-RIVALS = 2  # layouts with tp within a node that are timed, however many across nodes seem faster
+MEMORY_SHARES = (
+    MEMORY_SLACK,
+    0.95,
+    0.85,
+    0.7,
+)  # of the limit, that a closed form of memory may fill: tried in this order
+MIN_NODE_TP_OPTIONS = 2  # layouts with tp within a node that are timed, however many across nodes seem faster
 MIN_SEQ = 512  # tokens of a sequence: no shorter one is proposed where nothing fits
 ORDERS_TRIED = 20  # by a schedule that is built for its stages, about
 
@@ -192,7 +64,7 @@ class Ranking(NamedTuple):
 def search(workload: Workload, by: By = "throughput", top: int = 10, **fixed: Any) -> Ranking:
     """The best layouts. `fixed` choices (tp=8, zero=1, ...) are kept."""
     _check_fixed(workload, fixed)
-    workload = replace(workload, cluster=merged(workload.cluster))
+    workload = replace(workload, cluster=merge_groups(workload.cluster))
     if len(workload.cluster.groups) > 1 and workload.spec.experts is not None:
         raise UserError(
             f"{workload.spec.name} has experts, which are not searched over the unlike nodes of {workload.cluster}; "
@@ -204,7 +76,7 @@ def search(workload: Workload, by: By = "throughput", top: int = 10, **fixed: An
     candidates = space(SearchQuery(workload, fixed))
     if not len(candidates):
         raise UserError(_no_layout(workload, fixed), "search.none")
-    fits = candidates.memory <= workload.first_device.accelerator.memory * USABLE_FRACTION * SLACK
+    fits = candidates.memory <= workload.first_device.accelerator.memory * USABLE_FRACTION * MEMORY_SLACK
     options = _options(workload, candidates, by, fixed)
     if not options:
         raise TooLarge(_too_large(workload, candidates, fixed), "search.memory")
@@ -231,7 +103,7 @@ def _search_mixed(workload: Workload, by: By, top: int, fixed: dict[str, Any]) -
     )
 
 
-FIXED = (
+FIXABLE = (
     *("tp", "pp", "cp", "dp", "cp_kind", "zero", "replicate", "sp"),
     *("schedule", "chunks", "microbatches", "recompute", "samples"),
 )
@@ -240,7 +112,7 @@ OF_EXPERTS = ("ep", "dispatch")
 
 def _check_fixed(workload: Workload, fixed: dict[str, Any]) -> None:
     """Refuse choices that cannot be fixed, and numbers that make no sense."""
-    allowed = FIXED if workload.spec.experts is None else (*FIXED, *OF_EXPERTS)
+    allowed = FIXABLE if workload.spec.experts is None else (*FIXABLE, *OF_EXPERTS)
     expert_only = [key for key in OF_EXPERTS if key in fixed and key not in allowed]
     name = workload.spec.name
     problems = [f"{key}={fixed[key]} is of experts, and {name} has none; leave it out" for key in expert_only]
@@ -251,7 +123,7 @@ def _check_fixed(workload: Workload, fixed: dict[str, Any]) -> None:
     if fixed.get("zero", 0) not in (0, 1, 2, 3):
         problems.append(f"zero={fixed['zero']} is not a ZeRO stage; 0, 1, 2 or 3")
     if fixed.get("replicate", 1) != 1 and fixed.get("zero") != 3:
-        problems.append(f"replicate={fixed['replicate']} copies the shards of zero=3; fix zero=3, too")
+        problems.append(f"replicate={fixed['replicate']} copies the shards of zero=3; also fix zero=3")
     if workload.cluster.world % max(1, fixed.get("replicate", 1)):
         close = sorted(divisors(workload.cluster.world), key=lambda n: abs(n - fixed["replicate"]))[:2]
         near = either([f"replicate={n}" for n in close])
@@ -284,7 +156,9 @@ def _options(workload: Workload, candidates: Space, by: By, fixed: dict[str, Any
         roomy = order[candidates.memory[order] <= limit * share]
         if by == "throughput":
             # Among equals tp within a node wins, so some of those are timed, and first: the budget may run out.
-            few_of_a_kind(roomy[candidates.of.tp[roomy] <= node].tolist(), lambda at: at, 1, RIVALS, timed.take)
+            few_of_a_kind(
+                roomy[candidates.of.tp[roomy] <= node].tolist(), lambda at: at, 1, MIN_NODE_TP_OPTIONS, timed.take
+            )
         front = _pareto_front(candidates, roomy.tolist())[:SURVIVORS] if by == "pareto" else roomy.tolist()
         few_of_a_kind(front, kind, PER_KIND, SURVIVORS, timed.take)
         if timed.options:
@@ -345,7 +219,7 @@ class _TimedLayouts:
         """The fastest with ZeRO 3 as hybrid sharding: closed forms do not know it, and each costs little."""
         sharded = [option for option in self.options if option.layout.zero == 3 and option.layout.pp == 1]
         options = []
-        for option in sorted(sharded, key=lambda option: option.seconds)[:RIVALS]:
+        for option in sorted(sharded, key=lambda option: option.seconds)[:MIN_NODE_TP_OPTIONS]:
             for copies in divisors(option.layout.dp)[1:-1]:
                 workload = replace(option.workload, layout=structs.replace(option.layout, replicate=copies))
                 if workload.layout.problems(workload.spec, seq=workload.seq, batch=workload.batch):
@@ -385,7 +259,7 @@ def _no_layout(workload: Workload, fixed: dict[str, Any]) -> list[str]:
     known = {key: value for key, value in fixed.items() if key in Layout.__struct_fields__}
     # As many microbatches as there can be, so that a schedule complains only if it can never have enough; and as many
     # ranks as ep asks for.
-    most = {"microbatches": min(batch, LARGEST), "dp": known.get("ep", 1)}
+    most = {"microbatches": min(batch, MAX_SIZE), "dp": known.get("ep", 1)}
     problems = Layout(**(most | known)).problems(workload.spec, seq=workload.seq)
     if world % used:
         near = [n for n in divisors(world) if n != used]
@@ -423,7 +297,7 @@ def _no_layout(workload: Workload, fixed: dict[str, Any]) -> list[str]:
 def _no_spanning(workload: Workload, fixed: dict[str, Any]) -> list[str]:
     """Why no layout spans the groups: because of what was fixed, or of the nodes."""
     degrees = {axis: fixed[axis] for axis in ("dp", "tp", "pp", "cp") if axis in fixed}
-    problems = [] if "pp" in fixed else spanning(workload.cluster, Layout(**degrees))
+    problems = [] if "pp" in fixed else span_problems(workload.cluster, Layout(**degrees))
     nodes = math.gcd(*(group.nodes for group in workload.cluster.groups))
     why = (
         f"no layout of {workload.spec.name} spans the mixed nodes of {workload.cluster} with a batch of "
@@ -505,13 +379,13 @@ def schedule_text(option: Option) -> str:
 
 
 def write_schedule(option: Option, path: str | Path) -> str:
-    """Writes the schedule of an option that has one of its own, and returns the file's name; else an empty one."""
+    """Writes an option's schedule to a file if it was made for it, and returns the file's name, else an empty text."""
     if text := schedule_text(option):
         write(Path(path), text)
     return str(path) if text else ""
 
 
 def trained_layout(option: Option, path: str | Path) -> Layout:
-    """The layout of a job that trains as planned; where it needs a schedule of its own, that is written to `path`."""
+    """The layout of a job that trains as planned; a schedule that was made for it is written to `path`."""
     named = write_schedule(option, path)
     return structs.replace(option.layout, schedule=named) if named else option.layout

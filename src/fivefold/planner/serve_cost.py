@@ -10,12 +10,12 @@ plus what each kernel and each all-reduce costs however little it does. Of exper
 Latent attention (MLA) decodes over the latents themselves: the product that makes keys of them goes to the query, the
 one that makes values to the output, so the same weights are read once, and every head works on the kv_rank + rope_dim
 numbers of a token. Many heads share what is read, so the tensor cores may be what they wait for. A prefill makes keys
-and values of the latents, those of earlier chunks again.
+and values of the latents, again also for earlier chunks.
 
 Where the numbers come from. Kernels of a block: GEMMs for q k v, o, gate and up, down; a norm with its residual sum,
 twice; rotation; the write into the cache; attention over parts of the cache, and the sum of the parts; the activation
-function. With CUDA graphs a kernel costs `Achieved.launch`. The count, `BETWEEN` and `SKINNY` were chosen with batch 1
-on A100s in gpt-fast's README in view, which leaves 52 us a block beyond the weights' bytes: those runs are no
+function. With CUDA graphs a kernel costs `Achieved.launch`. The count, `HOST_SECONDS` and `SKINNY` were chosen with
+gpt-fast's README in view (batch 1 on A100s), which leaves 52 us a block beyond the weights' bytes: those runs are no
 independent check of them. TensorRT-LLM's throughputs are: nothing was chosen by them. Without graphs the host launches,
 and a block of plain PyTorch takes it `Software.host`.
 """
@@ -27,22 +27,22 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from fivefold.cost.collective_time import NCCL_BASE, Kind, Topology, flagged
+from fivefold.cost.collective_time import NCCL_BASE, Kind, Topology, with_small_message_links
 from fivefold.cost.kernels import Device, mla_up_projections
 from fivefold.cost.moe import GROUPED_GEMM_EFFICIENCY, dense_gemms
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, USABLE_FRACTION
-from fivefold.cost.software import MOVED, Attention
+from fivefold.cost.software import ELEMENTWISE_BYTES, Attention
 from fivefold.hardware.accelerators import software
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage, stages_of
 from fivefold.spec.blocks import Experts
-from fivefold.spec.kinds import CACHE
+from fivefold.spec.kinds import WANTED_CACHE
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block, head
 from fivefold.spec.pattern import Layer
-from fivefold.support.fieldwise import plus, scaled
 from fivefold.support.plugin_calls import ask
 from fivefold.support.text import divisors
+from fivefold.support.tuple_arithmetic import plus, scaled
 
 # ---- parts ----------------------------------------------------------------------------------------------------------
 # What the modules of serving share: seconds of a step by cause, bytes of a weight.
@@ -83,14 +83,16 @@ def linear_bytes(precision: str) -> int:
 # and the tp x dp / ep ranks of a group divide their width. No expert is held twice, whatever ep is. With dp the ranks
 # have sequences of their own and meet only here.
 #
-#     touched(experts, 64)        # experts that a step of 64 tokens reads, of a layer
-#     most_touched(experts, 8, 64)    # and of those how many are on the fullest of 8 groups
+#     experts_touched(experts, 64)    # experts of a layer that a step of 64 tokens reads
+#     most_touched(experts, 8, 64)    # how many of these the fullest of 8 groups has
 
 
-ROUTING = 4  # kernels beside the products and the activation: the choice, sorting it by expert (2), and adding up
+ROUTING_KERNELS = (
+    4  # kernels beside the products and the activation: the choice, sorting it by expert (2), and adding up
+)
 
 
-def touched(experts: Experts, tokens: int) -> float:
+def experts_touched(experts: Experts, tokens: int) -> float:
     """Experts of a layer that so many tokens visit together, on average: X (1 - (1 - K/X)^T).
 
     Tokens choose independently of each other, and every expert equally often; real routers repeat themselves, which
@@ -105,7 +107,7 @@ def most_touched(experts: Experts, ep: int, tokens: int) -> float:
 
     Each of a group's X/ep experts is touched with the same probability, as if independently of the others.
     """
-    of_group, share = experts.count // ep, touched(experts, tokens) / experts.count
+    of_group, share = experts.count // ep, experts_touched(experts, tokens) / experts.count
     if ep == 1:
         return of_group * share
     within, expected = 0.0, 0.0
@@ -136,9 +138,9 @@ def mixture(replica: "Replica", rows: int, busy: int) -> Parts:
     shapes = [((1 + gated) * inner, spec.hidden), (spec.hidden, inner)]
     products = [_grouped(replica, peak_rows, n, k, hit) for n, k in shapes]
     router = replica.matmul(rows, experts.count, spec.hidden, "bf16")
-    active = (MOVED["fused"].swiglu if gated else MOVED["fused"].gelu)[0]
+    active = (ELEMENTWISE_BYTES["fused"].swiglu if gated else ELEMENTWISE_BYTES["fused"].gelu)[0]
     moved = peak_rows * (active * inner + 2 * 4.0 * spec.hidden)  # rows are put into order, and added up
-    launch = ROUTING * device.achieved.launch
+    launch = ROUTING_KERNELS * device.achieved.launch
     rest = Parts(pointwise=device.stream(moved, 0), launch=launch, ep=exchange(replica, rows))
     return plus(router, *products, rest)
 
@@ -173,11 +175,11 @@ def exchange(replica: "Replica", rows: int) -> float:
 
 
 ATTENTION: Attention = "flash3"  # of the prefill: the best kernel that the device has
-CHUNK = 2048  # tokens of prompts that are computed together: enough for the tensor cores, and little to hold
-KERNELS = 7  # of a block, beside its GEMMs
+PREFILL_CHUNK = 2048  # tokens of prompts that are computed together: enough for the tensor cores, and little to hold
+BLOCK_KERNELS = 7  # of a block, beside its GEMMs
 TILE, SKINNY = 64, 16  # rows of the smallest tile in `cost/kernels.py`; of servers' kernels for fewer rows
-SAMPLING = 8  # kernels after the head: scale, filter, softmax, draw
-BETWEEN = 0.2e-3  # seconds in which the host reads the tokens, schedules, and starts the next graph
+SAMPLING_KERNELS = 8  # kernels after the head: scale, filter, softmax, draw
+HOST_SECONDS = 0.2e-3  # seconds in which the host reads the tokens, schedules, and starts the next graph
 LOGIT_BYTES = 12.0  # that the head's output is read and written: as bf16, then as float32
 
 
@@ -247,7 +249,7 @@ class Replica:
     @cached_property
     def _fast(self) -> Topology:
         """The same links under the protocol of small messages."""
-        return flagged(self.topology)
+        return with_small_message_links(self.topology)
 
     def collective(self, kind: Kind, axis: str, payload: float) -> float:
         """Seconds under the better of the two protocols, as NCCL chooses."""
@@ -277,8 +279,11 @@ class Replica:
         `busy`: groups that have tokens, all of them unless it is said."""
         layer = layer or self.spec.kinds(self.spec.layers - 1)
         spec, device, operations, routed = self.spec, self.device, block(self.spec, self.tp, layer), layer.routed
-        matmuls = (self.matmul(*shape, self.precision) for shape in dense_gemms(operations.matmuls, rows, False, 1))
-        moved = MOVED["fused"]
+        matmuls = (
+            self.matmul(*shape, self.precision)
+            for shape in dense_gemms(operations.matmuls, rows, apart=False, sp_degree=1)
+        )
+        moved = ELEMENTWISE_BYTES["fused"]
         norm = getattr(moved, spec.norm)[0] + moved.residual[0]
         active = (moved.swiglu if spec.activation.startswith("swiglu") else moved.gelu)[0]
         turned = operations.attention.width + operations.attention.kv_width
@@ -286,8 +291,8 @@ class Replica:
             turned = (operations.attention.heads + 1) * operations.attending.unread
         wide = spec.experts.shared_ffn if routed and spec.experts is not None else spec.ffn
         size = 2 * norm * spec.hidden + active * wide / self.tp + moved.rope[0] * turned
-        # In fp8 a kernel of its own casts attention's output. MLA norms its latents, and makes values by themselves.
-        kernels = KERNELS + spec.qk_norm + (self.precision == "fp8") + (3 if operations.latent else 0)
+        # In fp8 a separate kernel casts attention's output. MLA norms its latents, and makes values by themselves.
+        kernels = BLOCK_KERNELS + spec.qk_norm + (self.precision == "fp8") + (3 if operations.latent else 0)
         # Ranks of tp each send a part of the tokens to experts: what came back is gathered, with what they share.
         gathers = routed and self.dp > 1 and not wide
         second: Kind = "all-gather" if gathers else "all-reduce"
@@ -307,14 +312,16 @@ class Replica:
         logits = self.matmul(rows, head(spec, self.tp).outputs, spec.hidden, "bf16")
         gather = self.collective("all-gather", "tp", 2.0 * rows * spec.vocab)
         moved = LOGIT_BYTES * rows * spec.vocab
-        rest = Parts(pointwise=self.device.stream(moved, 0), launch=SAMPLING * self.device.achieved.launch, tp=gather)
+        rest = Parts(
+            pointwise=self.device.stream(moved, 0), launch=SAMPLING_KERNELS * self.device.achieved.launch, tp=gather
+        )
         return plus(logits, rest)
 
     def cache_read(self, context: float, layer: Layer | None = None) -> float:
         """Bytes that one GPU reads for one sequence in one block of this kind, or the last, and holds of it: what its
         mixer and MLP say that they keep."""
         layer = layer or self.spec.kinds(self.spec.layers - 1)
-        return self.cache_bytes * kept(self.spec, self.tp, layer, context)
+        return self.cache_bytes * cached_numbers(self.spec, self.tp, layer, context)
 
     def attend(self, rows: int, context: float, layer: Layer | None = None) -> Parts:
         """Of a block: one query of each of `rows` sequences."""
@@ -359,7 +366,9 @@ class Replica:
         send = self.collective("send", "pp", 2.0 * rows * self.spec.hidden)
         slowest = min(self.pp, batch) * (max(load.total for load in loads) + send)
         parts = parts._replace(pp=self.pp * send + max(0.0, slowest - (parts.total + self.pp * send)))
-        host = BETWEEN if self.graphs else BETWEEN + max(0.0, self.spec.layers * software().host - parts.total)
+        host = (
+            HOST_SECONDS if self.graphs else HOST_SECONDS + max(0.0, self.spec.layers * software().host - parts.total)
+        )
         return parts._replace(host=host)
 
     def prefill(self, prompt: int, prompts: int = 1) -> Prefill:
@@ -370,13 +379,13 @@ class Replica:
         """
         alone, _ = self._prompts(prompt, 1, 1)
         busy = min(self.dp, prompts)
-        together = max(1, min(prompts // busy, CHUNK // prompt))
-        return Prefill(alone + BETWEEN, self._prompts(prompt, together, busy)[1] / (together * busy))
+        together = max(1, min(prompts // busy, PREFILL_CHUNK // prompt))
+        return Prefill(alone + HOST_SECONDS, self._prompts(prompt, together, busy)[1] / (together * busy))
 
     def _prompts(self, prompt: int, count: int, busy: int) -> tuple[float, float]:
         """Seconds through all stages, and in the slowest of them; `count` prompts on each of `busy` groups."""
         spec, tokens = self.spec, prompt * count
-        chunks = math.ceil(tokens / CHUNK)
+        chunks = math.ceil(tokens / PREFILL_CHUNK)
         rows = math.ceil(tokens / chunks)
         # Without CUDA graphs the host launches every chunk.
         least = 0.0 if self.graphs else software().host * chunks
@@ -400,7 +409,7 @@ class Replica:
 
 @lru_cache(maxsize=1024)
 def _stages(spec: ModelSpec, pp: int) -> tuple[Stage, ...]:
-    # A decode step reads the head's weights as it reads a block's, so the balance of FLOPs is one of bytes, too.
+    # A decode step reads the head's weights as it reads a block's, so balancing FLOPs also balances bytes.
     return stages_of(spec, Layout(pp=pp), 1)
 
 
@@ -408,7 +417,7 @@ def _stages(spec: ModelSpec, pp: int) -> tuple[Stage, ...]:
 # What a GPU that serves holds: weights, the cache of its sequences, a chunk of a prefill, and a margin.
 
 
-MOST = 1 << 20  # sequences; nobody has more
+MAX_SEQUENCES = 1 << 20  # sequences; nobody has more
 
 
 class ServingMemory(NamedTuple):
@@ -427,7 +436,7 @@ class ServingMemory(NamedTuple):
 def memory_needed(replica: Replica, batch: int, tokens: int, prompt: int) -> ServingMemory:
     """On the stage that needs the most. Every sequence has the memory that it needs at its end."""
     spec, per_group = replica.spec, -(-batch // replica.dp)  # sequences of a tp group
-    rows = max(min(CHUNK, prompt * per_group), -(-per_group // replica.pp))
+    rows = max(min(PREFILL_CHUNK, prompt * per_group), -(-per_group // replica.pp))
     stream = 2.0 * rows * (3 * spec.hidden + _inner(replica))  # stream, normed stream, sum
     logits = 6.0 * -(-per_group // replica.pp) * spec.vocab  # in bf16 and float32
     by_stage = []
@@ -487,12 +496,12 @@ def whole_weights(spec: ModelSpec, precision: str) -> float:
 
 def whole_cache(spec: ModelSpec, cache_bytes: int, tokens: int = 1) -> float:
     """Bytes that so many tokens leave in the cache, over all layers; in those with a window no more than it holds."""
-    return cache_bytes * sum(count * kept(spec, 1, layer, tokens) for layer, count in spec.counted().items())
+    return cache_bytes * sum(count * cached_numbers(spec, 1, layer, tokens) for layer, count in spec.counted().items())
 
 
-def kept(spec: ModelSpec, tp: int, layer: Layer, tokens: float) -> float:
-    """Numbers that a block keeps of so many tokens on one of `tp` ranks."""
-    caches = (ask(kind, "cache", spec, tp, wanted=CACHE) for kind in layer.branches)
+def cached_numbers(spec: ModelSpec, tp: int, layer: Layer, tokens: float) -> float:
+    """Numbers that a block caches for so many tokens on one of `tp` ranks."""
+    caches = (ask(kind, "cache", spec, tp, wanted=WANTED_CACHE) for kind in layer.branches)
     return sum(cache.numbers(tokens) for cache in caches if cache is not None)
 
 
@@ -509,6 +518,6 @@ def largest(replica: Replica, tokens: int, prompt: int) -> int:
         return memory_needed(replica, batch, tokens, prompt).total > space
 
     high = 1
-    while high < MOST and not too_many(high):
+    while high < MAX_SEQUENCES and not too_many(high):
         high *= 2
     return bisect_left(range(high), True, lo=high // 2 + 1, key=too_many) - 1

@@ -23,7 +23,7 @@ from fivefold.planner.serve_cost import (
 )
 from fivefold.spec.model import ModelSpec
 
-DEEPER = 4  # times the least pp that fits: more stages only make room for sequences, and soon there is enough
+MAX_PP_FACTOR = 4  # times the least pp that fits: more stages only make room for sequences, and soon there is enough
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _depths(service: Service, tp: int, dp: int, ep: int) -> Iterator[tuple[Repli
         # Beyond the least that fits: twice as deep, or such that no GPU is idle.
         if least and pp < 2 * last and world % (ranks * pp):
             continue
-        if least and pp > DEEPER * least:
+        if least and pp > MAX_PP_FACTOR * least:
             break
         replica = service.replica(tp, pp, 0, dp, ep)
         if most := largest(replica, service.tokens, service.prompt):
@@ -219,7 +219,7 @@ def frontier(fitting: list[ServingOption]) -> tuple[ServingOption, ...]:
 # How sentences about serving say numbers, and what a step may be bound by.
 
 
-BOUNDS = {
+BOUND_NAMES = {
     "weights": "reading weights",
     "cache": "reading the KV cache",
     "compute": "tensor cores",

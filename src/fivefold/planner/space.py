@@ -1,4 +1,4 @@
-"""All layouts of a model on a cluster at once: arrays of choices, with closed forms of time and memory (closed.py).
+"""All layouts of a model on a cluster at once: arrays of choices, with closed forms (closed_forms.py).
 
 Unlike nodes have a space of their own (planner/mixed_space.py), made of the same shapes and closed forms.
 """
@@ -18,7 +18,7 @@ from fivefold.cost.step import Workload
 from fivefold.layout import rules
 from fivefold.layout.layout import Layout
 from fivefold.layout.rules import Given, Layouts, has_copies, most_stages, tp_fits
-from fivefold.planner.closed import (
+from fivefold.planner.closed_forms import (
     DISPATCHES,
     RECOMPUTES,
     Array,
@@ -27,14 +27,14 @@ from fivefold.planner.closed import (
     EpChoices,
     PipelineArrays,
 )
-from fivefold.planner.closed_experts import closed_of
-from fivefold.planner.closed_ranks import closed_by_kind, joined
+from fivefold.planner.closed_forms_by_rank import closed_by_kind, combine_kinds
+from fivefold.planner.closed_forms_moe import closed_of
 from fivefold.schedules.classic import ONE_F_ONE_B
 from fivefold.schedules.registry import RECORDS, is_file, record_of
 from fivefold.support.plugins import is_plugin
 from fivefold.support.text import divisors
 
-SIZES = 12  # of a microbatch that are tried, at most
+MAX_MICROBATCH_SIZES = 12  # of a microbatch that are tried, at most
 MOST_TOKENS = 1 << 19  # of a microbatch on a rank: beyond it nothing becomes more efficient
 FEWEST_TOKENS = 1024  # of a sequence on a cp rank: below it kernels starve
 
@@ -81,14 +81,14 @@ class Space:
         names = ("dp", "tp", "pp", "cp", "zero", "microbatches")
         numbers: dict[str, Any] = {name: int(getattr(self.of, name)[at]) for name in names}
         _, _, cp_kind, sp, _, recompute = self.shapes[self.of.shape[at]]
-        record, chunks = _written(self.pipelines[self.of.pipeline[at]], alone=numbers["pp"] == 1)
+        record, chunks = _without_schedule(self.pipelines[self.of.pipeline[at]], alone=numbers["pp"] == 1)
         if self.dealt is not None:
             numbers |= {"ep": int(self.dealt.ep[at]), "dispatch": DISPATCHES[self.dealt.dispatch[at]]}
         return Layout(**numbers, cp_kind=cp_kind, sp=sp, recompute=recompute, schedule=record.name, chunks=chunks)
 
 
-def _written(pipeline: PipelineArrays, alone: bool) -> PipelineArrays:
-    """As layouts have it: where a rank is `alone` any schedule is the same, but one that is made for its stages."""
+def _without_schedule(pipeline: PipelineArrays, alone: bool) -> PipelineArrays:
+    """The pipeline as layouts write it: without pp (`alone`) all schedules are the same, except if made for stages."""
     record = pipeline.schedule
     if not alone:
         return pipeline
@@ -104,7 +104,7 @@ def space(query: SearchQuery) -> Space:
     of = legal(query, shapes, combinations)
     if not len(of.tp):
         return Space(of, shapes, query.pipelines, np.zeros(0), np.zeros(0))
-    closed = joined(query.workload.spec, closed_by_kind(query.workload, of, shapes, query.pipelines))
+    closed = combine_kinds(query.workload.spec, closed_by_kind(query.workload, of, shapes, query.pipelines))
     return Space(of, shapes, query.pipelines, closed.seconds(), closed.memory())
 
 
@@ -162,8 +162,8 @@ def shapes_of(query: SearchQuery) -> Iterator[BlockShape]:
 def _sizes(batch: int, most: int) -> list[int]:
     """Divisors of the batch: the small ones all, the larger ones thinned out."""
     sizes = [n for n in divisors(batch) if n <= most] or [1]
-    while len(sizes) > SIZES:
-        del sizes[SIZES // 2 :: 2]
+    while len(sizes) > MAX_MICROBATCH_SIZES:
+        del sizes[MAX_MICROBATCH_SIZES // 2 :: 2]
     return sizes
 
 
@@ -198,17 +198,17 @@ def legal(query: SearchQuery, shapes: list[BlockShape], of: Choices) -> Choices:
 
 
 def _by_schedule(query: SearchQuery, shapes: list[BlockShape], of: Choices) -> list[tuple[Array, Layouts]]:
-    """The combinations that are legal but for their experts: those of one schedule together, and where each is."""
+    """The combinations that are legal apart from their experts, grouped by schedule, and where each is."""
     names = ("dp", "tp", "pp", "cp", "zero", "microbatches")
     columns = {name: getattr(of, name) for name in names}
     columns |= {name: np.array([getattr(shape, name) for shape in shapes])[of.shape] for name in ("cp_kind", "sp")}
     fixed = of.microbatches == query.fixed.get("microbatches", of.microbatches)
     groups = []
     for (index, pipeline), alone in product(enumerate(query.pipelines), (False, True)):
-        record, chunks = _written(pipeline, alone)
+        record, chunks = _without_schedule(pipeline, alone)
         rows = np.flatnonzero((of.pipeline == index) & ((of.pp == 1) == alone) & fixed)
         layouts = Layouts(record=record, chunks=chunks, **{name: column[rows] for name, column in columns.items()})
-        fine = rules.legal(layouts, _given(query.workload), rules.OF_THE_REST)
+        fine = rules.legal(layouts, _rule_inputs(query.workload), rules.OF_THE_REST)
         its = {name: getattr(layouts, name)[fine] for name in columns}
         groups.append((rows[fine], structs.replace(layouts, **its)))
     return groups
@@ -219,14 +219,14 @@ def _candidates(query: SearchQuery, groups: list[tuple[Array, Layouts]], **exper
     spec, candidates = query.workload.spec, [np.zeros(0, dtype=np.int64)]
     for rows, layouts in groups:
         layouts = structs.replace(layouts, **experts)
-        fine = rules.legal(layouts, _given(query.workload), rules.OF_EXPERTS)
+        fine = rules.legal(layouts, _rule_inputs(query.workload), rules.OF_EXPERTS)
         if "zero" not in query.fixed:
             fine = fine & ((layouts.zero == 0) | has_copies(layouts, spec))
         candidates.append(rows[np.broadcast_to(fine, rows.shape)])
     return np.sort(np.concatenate(candidates))
 
 
-def _given(workload: Workload) -> Given:
+def _rule_inputs(workload: Workload) -> Given:
     return Given(workload.spec, workload.cluster.world, workload.seq, workload.batch)
 
 

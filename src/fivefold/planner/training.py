@@ -16,12 +16,14 @@ from fivefold.cost.step import Workload
 from fivefold.job.aliases import NO_FP16
 from fivefold.job.config import Job
 from fivefold.job.preflight import needs_data
-from fivefold.job.recipes import CHINCHILLA, SOURCES, Choice, fit, recipe, tokens_of, usable_batch
+from fivefold.job.recipes import CHINCHILLA, RECIPE_SOURCES, Choice, fit, recipe, tokens_of, usable_batch
 from fivefold.job.toml_writer import commented_toml
 from fivefold.planner.error_range import IN_WORDS, step_range
-from fivefold.planner.goodput import PUBLISHED, RUNS, USUAL, FailureCosts, GoodputRun, failures_of, length, saved_bytes
-from fivefold.planner.mixed import hosts
-from fivefold.planner.search import Option
+from fivefold.planner.failure_costs import DEFAULT_FLEET, PUBLISHED, FailureCosts, failures_of, saved_bytes
+from fivefold.planner.failure_simulation import SIMULATED_RUNS
+from fivefold.planner.goodput import GoodputRun, days_text
+from fivefold.planner.mixed import hosts_in_rank_order
+from fivefold.planner.option import Option
 from fivefold.render.blocks import Table
 from fivefold.support.dtypes import DTYPES, precision_of
 from fivefold.support.errors import UserError
@@ -31,13 +33,13 @@ HOUR, DAY = 3600, 86_400
 GB = 1e9
 EVALUATED = HOUR / 2  # between two looks at the held-out loss
 # Of compute, by what was planned. fp16 would need a loss scale, and a job has no switch for tf32.
-_TRAINED = {precision_of(dtype): dtype for dtype in DTYPES} | {"fp8": "bfloat16"}
-TWENTY = "chinchilla"  # as a token budget: 20 per parameter, and the batch of the recipe
+_TRAIN_DTYPE = {precision_of(dtype): dtype for dtype in DTYPES} | {"fp8": "bfloat16"}
+CHINCHILLA_BUDGET = "chinchilla"  # as a token budget: 20 per parameter, and the batch of the recipe
 
 
 def budget_of(tokens: str | float | None, job: Job) -> int | None:
     """The tokens of a run; None, where nobody has said."""
-    if tokens is None or tokens == TWENTY:
+    if tokens is None or tokens == CHINCHILLA_BUDGET:
         return None if tokens is None else CHINCHILLA * job.model.parameter_count
     return tokens_of(tokens)
 
@@ -64,8 +66,8 @@ class Training:
         workload, chosen = option.workload, dict(self.choices)
         chosen["data.seq"] = Choice(workload.seq, "tokens of a sample, as planned")
         chosen["train.batch"] = chosen.get("train.batch", Choice(workload.batch, f"sequences of {workload.seq:,}"))
-        if workload.precision in _TRAINED:
-            chosen["train.dtype"] = Choice(_TRAINED[workload.precision], f"planned in {workload.precision}")
+        if workload.precision in _TRAIN_DTYPE:
+            chosen["train.dtype"] = Choice(_TRAIN_DTYPE[workload.precision], f"planned in {workload.precision}")
         if workload.precision == "fp8" or self.asked.train.fp8:
             chosen["train.fp8"] = Choice(workload.precision == "fp8", "matmuls of blocks, as planned")
         chosen["run.cluster"] = Choice(self.cluster, "what this file was planned for")
@@ -76,7 +78,7 @@ class Training:
         if workload.first_device.accelerator.is_cpu:
             chosen["train.device"] = Choice("cpu", "as planned")
         run = self.run(option)
-        chosen["checkpoint.every"] = Choice(run.best, often(option, run))
+        chosen["checkpoint.every"] = Choice(run.best, interval_reason(option, run))
         half = min(int(float(f"{max(1, EVALUATED / option.seconds):.0e}")), run.most)
         chosen["train.eval_every"] = Choice(half, "steps: about half an hour, at most a tenth of the run")
         chosen["run.name"] = Choice(workload.spec.name, "the directory below runs/")
@@ -95,12 +97,14 @@ class Training:
     def hosts(self, option: Option) -> str:
         """The cluster as its hosts are to be numbered."""
         return (
-            hosts(option.workload.cluster, option.layout.dp, self.cluster) if option.workload.groups else self.cluster
+            hosts_in_rank_order(option.workload.cluster, option.layout.dp, self.cluster)
+            if option.workload.groups
+            else self.cluster
         )
 
     def job(self, option: Option, schedule: str = "") -> Job:
         """`schedule`: the file with the option's own, where it has one (`search.py` writes it)."""
-        if option.workload.precision not in _TRAINED:
+        if option.workload.precision not in _TRAIN_DTYPE:
             raise UserError(_no_job(option.workload), "precision.training")
         layout = structs.replace(option.layout, schedule=schedule) if schedule else option.layout
         changed: dict[str, Any] = {"layout": layout}
@@ -117,10 +121,10 @@ class Training:
         if problems := job.problems(world=option.layout.world):
             raise UserError(problems)
         head = [
-            f"{spec.name} on {self.cluster}: {expected(option)}",
+            f"{spec.name} on {self.cluster}: {expected_text(option)}",
             f"{self.sentence(option)}. Start it with {start(option, path)}.",
             *([f"Made by: {command}"] if command else []),
-            *([f"Sources: {SOURCES}."] if any(key.startswith("optimizer.") for key in self.choices) else []),
+            *([f"Sources: {RECIPE_SOURCES}."] if any(key.startswith("optimizer.") for key in self.choices) else []),
         ]
         fill = "a directory made by fivefold data prepare"
         fill = f"fill in: {fill}" if needs_data(job) else f"{fill}; without it, Python's own source"
@@ -150,27 +154,27 @@ class Training:
         device = "rank-hours" if option.workload.first_device.accelerator.is_cpu else "GPU-hours"
         cost = f", ${figures['cost']:,.0f}" if price is not None else ""
         return (
-            f"{si(self.tokens, 4)} tokens, {many} per parameter: {self.steps:,} steps, {length(figures['days'])}, "
+            f"{si(self.tokens, 4)} tokens, {many} per parameter: {self.steps:,} steps, {days_text(figures['days'])}, "
             f"{_count(figures['gpu_hours'])} {device}{cost}"
         )
 
     def failing(self, option: Option) -> str:
         """How long it takes with failures."""
         run = self.run(option)
-        outcome, rate = run.simulated(), f"one in {length(run.failures.between / DAY)}"
+        outcome, rate = run.simulated(), f"one in {days_text(run.failures.between / DAY)}"
         often = f"a checkpoint every {run.every:,} steps" if run.every else "a checkpoint at the end"
         if outcome is None:
             return f"with failures, {rate}, and {often}, it comes to no end"
-        low, _, high = (length(days) for days in run.days(outcome))
+        low, _, high = (days_text(days) for days in run.days(outcome))
         span = low if low == high else f"{low} to {high}"
         return (
-            f"with failures, {rate}, and {often}: {span} (p10 to p90 of {RUNS:,} simulated runs), "
+            f"with failures, {rate}, and {often}: {span} (p10 to p90 of {SIMULATED_RUNS:,} simulated runs), "
             f"{run.work / run.expected:.1%} of it training; fivefold goodput has the parts"
         )
 
     def table(self, option: Option) -> Table:
         rows = [(key, str(choice.value), choice.why) for key, choice in self.settings(option).items()]
-        caption = SOURCES if any(key.startswith("optimizer.") for key in self.choices) else ""
+        caption = RECIPE_SOURCES if any(key.startswith("optimizer.") for key in self.choices) else ""
         return Table(["setting", "value", "~where it comes from"], rows, title="Training", caption=caption)
 
 
@@ -191,7 +195,7 @@ def training_of(
     if not said and total < step:  # nobody asked
         total = step
     given = not said or batch is not None or kept is None or "train.batch" in kept
-    choices = fit(recipe(job.model, workload.seq, total), workload.batch, workload.seq, total, given)
+    choices = fit(recipe(job.model, workload.seq, total), workload.batch, workload.seq, total, given=given)
     steps = choices["train.steps"].value
     if kept is None:
         choices = {"train.steps": choices["train.steps"]} if said else {}
@@ -201,16 +205,16 @@ def training_of(
     return Training(job, total, steps, choices, kept, cluster, said)
 
 
-def often(option: Option, run: GoodputRun) -> str:
-    """Why so many steps lie between checkpoints."""
+def interval_reason(option: Option, run: GoodputRun) -> str:
+    """Why this many steps lie between checkpoints."""
     size = f"{bytes_text(saved_bytes(option))} each, and the newest two are kept"
     if run.best == run.most:
         return f"steps: a tenth of the run; {size}"
-    blocked, between = run.failures.blocked, length(run.failures.between / DAY)
-    span = length(run.best * run.step / DAY)
+    blocked, between = run.failures.blocked, days_text(run.failures.between / DAY)
+    span = days_text(run.best * run.step / DAY)
     return (
-        f"steps, {span}: the shortest expected run, if it fails once in {between} ({USUAL.source}) and a save holds "
-        f"the steps up for {blocked:.2g} s; {size}"
+        f"steps, {span}: the shortest expected run, if it fails once in {between} ({DEFAULT_FLEET.source}) and a save "
+        f"holds the steps up for {blocked:.2g} s; {size}"
     )
 
 
@@ -222,8 +226,8 @@ def start(option: Option, path: str) -> str:
     return f"fivefold train {shlex.quote(path)}{ranks}"
 
 
-def expected(option: Option) -> str:
-    """What a run should reach, to hold against its own output."""
+def expected_text(option: Option) -> str:
+    """What a run should reach, to compare with its output."""
     workload, rate = option.workload, option.tokens_per_second
     each = f" ({rate / option.layout.world:,.0f} a rank)" if option.layout.world > 1 else ""
     return (

@@ -18,7 +18,7 @@ from fivefold.render.paint import save, to_svg
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 from fivefold.support.parsing import path_of
-from fivefold.support.progress import shown
+from fivefold.support.progress import is_shown
 
 if TYPE_CHECKING:
     from rich.text import Text as RichText
@@ -114,9 +114,9 @@ class Result:
         """The picture that a file of this name should hold: some results have several."""
         return self.scene()
 
-    def svg(self, *, dark: bool = False) -> str | None:
+    def svg(self, *, dark: bool = False) -> "Svg | None":
         scene = self.scene()
-        return None if scene is None else to_svg(scene, dark=dark)
+        return None if scene is None else Svg(to_svg(scene, dark=dark))
 
     def __str__(self) -> str:
         return to_text(self.blocks())
@@ -124,6 +124,22 @@ class Result:
     def _repr_html_(self) -> str:
         """The HTML that a notebook shows."""
         return to_html(self)
+
+    def _repr_mimebundle_(self, **wanted: Any) -> dict[str, str]:
+        """What a notebook keeps, and IPython prints. The text would else be Python's repr: 200 kB of a plan."""
+        return {"text/plain": to_text(self.blocks(), width_of(console_of())), "text/html": self._repr_html_()}
+
+
+class Svg(str):
+    """A picture as text, which a notebook shows as the picture. GitHub shows it too; SVG within HTML it leaves out."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<a picture, {len(self) / 1000:.0f} kB of SVG>"
+
+    def _repr_svg_(self) -> str:
+        return str(self)
 
 
 # ---- fit ------------------------------------------------------------------------------------------------------------
@@ -279,7 +295,8 @@ def console_of(*, stderr: bool = False) -> Console:
     columns = os.environ.get("COLUMNS", "")
     unknown = columns.isdigit() and int(columns) < 1  # some shells set 0 where there is no terminal
     width = 80 if unknown else None
-    return Console(stderr=stderr, highlight=False, soft_wrap=True, width=width, quiet=stderr and not shown())
+    quiet = stderr and not is_shown()
+    return Console(stderr=stderr, highlight=False, soft_wrap=True, width=width, quiet=quiet, force_jupyter=False)
 
 
 def width_of(console: Console) -> int | None:
@@ -312,7 +329,9 @@ def _table(table: Table, console: Console, width: int | None) -> None:
 def to_text(blocks: Iterable[Block], width: int | None = None) -> str:
     """Blocks as plain text, for `print` and files."""
     out = StringIO()
-    render(blocks, Console(file=out, highlight=False, width=width or 10_000, color_system=None), width)
+    # In a notebook's kernel rich would show the lines in the cell, and leave the file empty.
+    console = Console(file=out, highlight=False, width=width or 10_000, color_system=None, force_jupyter=False)
+    render(blocks, console, width)
     return out.getvalue()
 
 

@@ -4,7 +4,7 @@
                   (gradient of the weights) are its two halves.
   RECV_A, RECV_G  post the receive of an activation or of a gradient, and go on; the consumer waits for it.
   SEND_A, SEND_G  start to send the result, and go on; see `Schedule.buffers` for when it must wait. On NCCL either may
-                  block its rank until the peer has reached it, too (`deadlock.rendezvous`).
+                  block its rank until the peer has also reached it (`deadlock.rendezvous`).
   GATHER, REDUCE  the parameter and gradient collectives of a stage; they run beside compute.
   STEP            the optimizer, on one stage.
 
@@ -17,7 +17,7 @@ import re
 from enum import StrEnum
 from typing import NamedTuple
 
-ALL = -1  # the microbatch of an action that serves every microbatch
+ALL_MICROBATCHES = -1  # the microbatch of an action that serves every microbatch
 
 
 class Kind(StrEnum):
@@ -42,11 +42,11 @@ SEND_ACTIVATION, RECV_ACTIVATION = Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION
 SEND_GRADIENT, RECV_GRADIENT = Kind.SEND_GRADIENT, Kind.RECV_GRADIENT
 GATHER, REDUCE, STEP = Kind.GATHER, Kind.REDUCE, Kind.STEP
 
-COMPUTE = frozenset({FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD})
-SENDS = frozenset({SEND_ACTIVATION, SEND_GRADIENT})
-RECEIVES = frozenset({RECV_ACTIVATION, RECV_GRADIENT})
-MESSAGES = (RECV_ACTIVATION, SEND_ACTIVATION, RECV_GRADIENT, SEND_GRADIENT)
-HALVES = (INPUT_GRAD, WEIGHT_GRAD)  # of a backward
+COMPUTE_KINDS = frozenset({FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD})
+SEND_KINDS = frozenset({SEND_ACTIVATION, SEND_GRADIENT})
+RECEIVE_KINDS = frozenset({RECV_ACTIVATION, RECV_GRADIENT})
+MESSAGE_KINDS = (RECV_ACTIVATION, SEND_ACTIVATION, RECV_GRADIENT, SEND_GRADIENT)
+BACKWARD_HALVES = (INPUT_GRAD, WEIGHT_GRAD)  # of a backward
 COLLECTIVES = (GATHER, REDUCE, STEP)  # what belongs to the parameters of a stage, not to its data
 LAST_READERS = frozenset({BACKWARD, WEIGHT_GRAD})  # after these a microbatch's activations are free
 GRADIENT_MAKERS = frozenset({BACKWARD, INPUT_GRAD})  # these make the gradient that the stage before needs
@@ -57,12 +57,12 @@ class Action(NamedTuple):
 
     kind: Kind
     stage: int
-    microbatch: int = ALL
+    microbatch: int = ALL_MICROBATCHES
     joined: bool = False
 
     def __str__(self) -> str:
         place = f"{self.kind}{self.stage}"
-        return place if self.microbatch == ALL else f"{place}.{self.microbatch}"
+        return place if self.microbatch == ALL_MICROBATCHES else f"{place}.{self.microbatch}"
 
 
 class Channel(NamedTuple):
@@ -124,7 +124,7 @@ def _parse_action(text: str) -> Action:
     word, stage, microbatch = match.groups()
     if word not in Kind.__members__.values():
         raise ValueError(f"{text!r} has the unknown kind {word!r}; known: {', '.join(Kind)}")
-    return Action(Kind(word), int(stage), ALL if microbatch is None else int(microbatch))
+    return Action(Kind(word), int(stage), ALL_MICROBATCHES if microbatch is None else int(microbatch))
 
 
 def tokens(order: tuple[Action, ...]) -> list[str]:

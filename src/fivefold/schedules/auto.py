@@ -205,7 +205,7 @@ def auto(p: int, m: int, costs: Costs | None = None, memory: int | None = None) 
         )
     if len(costs.f) != p:
         raise UserError(
-            f"auto has one stage per rank, {p} in total, and the costs are those of {len(costs.f)} stages",
+            f"auto has one stage per rank, {p} in total, and the costs have {len(costs.f)} stages",
             "schedule.costs",
         )
     return _fastest(AutoTask(p, m, costs, limit)).schedule

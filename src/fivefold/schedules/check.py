@@ -15,15 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from operator import gt, lt
 
+from fivefold.schedules.action_index import NO_PLACE, ActionIndex, Row, ScheduleProblem
 from fivefold.schedules.actions import (
-    ALL,
+    ALL_MICROBATCHES,
     BACKWARD,
+    BACKWARD_HALVES,
     COLLECTIVES,
     FORWARD,
     GATHER,
-    HALVES,
     INPUT_GRAD,
-    MESSAGES,
+    MESSAGE_KINDS,
     RECV_ACTIVATION,
     RECV_GRADIENT,
     REDUCE,
@@ -35,7 +36,6 @@ from fivefold.schedules.actions import (
     Kind,
 )
 from fivefold.schedules.deadlock import deadlock, rendezvous
-from fivefold.schedules.index import ABSENT, ActionIndex, Row, ScheduleProblem
 from fivefold.schedules.schedule import Schedule, live_counts
 from fivefold.support.errors import UserError
 
@@ -80,7 +80,7 @@ def _unplaced(index: ActionIndex) -> Iterator[ScheduleProblem]:
             yield ScheduleProblem(f"{name}, and there are {len(owner)} stages, 0 to {len(owner) - 1}", rank, place)
         elif owner[action.stage] != rank:
             yield ScheduleProblem(f"{name}, and stage {action.stage} lives on rank {owner[action.stage]}", rank, place)
-        elif action.microbatch == ALL:
+        elif action.microbatch == ALL_MICROBATCHES:
             yield ScheduleProblem(f"{name} without a microbatch, and {action.kind} needs one: {action}.0", rank, place)
         elif not 0 <= action.microbatch < schedule.m:
             yield ScheduleProblem(
@@ -94,12 +94,12 @@ def _unplaced(index: ActionIndex) -> Iterator[ScheduleProblem]:
 def _compute(index: ActionIndex, stage: int) -> Iterator[ScheduleProblem]:
     rank = index.schedule.placement.owner[stage]
     forward, backward = index.places(FORWARD, stage), index.places(BACKWARD, stage)
-    halves = {kind: index.places(kind, stage) for kind in HALVES}
+    halves = {kind: index.places(kind, stage) for kind in BACKWARD_HALVES}
     for k in range(index.schedule.m):
-        if forward[k] == ABSENT:
+        if forward[k] == NO_PLACE:
             yield ScheduleProblem(f"rank {rank} never runs {Action(FORWARD, stage, k)}", rank)
-        present = [kind for kind, row in halves.items() if row[k] != ABSENT]
-        if backward[k] != ABSENT:
+        present = [kind for kind, row in halves.items() if row[k] != NO_PLACE]
+        if backward[k] != NO_PLACE:
             why = "a backward is whole or in two halves, not both"
             for kind in present:
                 both = f"{Action(BACKWARD, stage, k)} and also {Action(kind, stage, k)}"
@@ -108,7 +108,7 @@ def _compute(index: ActionIndex, stage: int) -> Iterator[ScheduleProblem]:
             why = f"never runs a backward of {Action(FORWARD, stage, k)}: neither B nor I and W"
             yield ScheduleProblem(f"rank {rank} {why}", rank, forward[k])
         elif len(present) == 1:
-            missing = next(kind for kind in HALVES if kind not in present)
+            missing = next(kind for kind in BACKWARD_HALVES if kind not in present)
             why = f"runs {Action(present[0], stage, k)} but never {Action(missing, stage, k)}"
             yield ScheduleProblem(f"rank {rank} {why}", rank, halves[present[0]][k])
 
@@ -117,13 +117,13 @@ def _messages(index: ActionIndex) -> Iterator[ScheduleProblem]:
     """Each microbatch has one of each message where the neighbouring stage is on another rank, none where it is not."""
     owner, channel_of = index.schedule.placement.owner, index.schedule.placement.channel_of
     for stage, rank in enumerate(owner):
-        for kind in MESSAGES:
+        for kind in MESSAGE_KINDS:
             places = index.places(kind, stage)
             if channel := channel_of.get((kind, stage)):
                 other, does = (channel.target, "waits for") if kind is channel.send else (channel.source, "sends")
                 why = f"stage {other} on rank {owner[other]} {does} it"
                 for k in range(index.schedule.m):
-                    if places[k] == ABSENT:
+                    if places[k] == NO_PLACE:
                         yield ScheduleProblem(f"rank {rank} never has {Action(kind, stage, k)}, and {why}", rank)
             else:
                 why = f"there is no other rank at that end of stage {stage}"
@@ -157,7 +157,7 @@ def _once(index: ActionIndex, kind: Kind, stage: int) -> Iterator[ScheduleProble
             f"rank {rank} never has {action}, and the schedule takes care of parameters elsewhere", rank
         )
     elif single and len(single) < index.schedule.m:
-        missing = index.places(kind, stage).index(ABSENT)
+        missing = index.places(kind, stage).index(NO_PLACE)
         yield ScheduleProblem(f"rank {rank} has {action}.{single[0]}, but never {action}.{missing}", rank)
 
 
@@ -208,7 +208,7 @@ def _before(index: ActionIndex, stage: int, needed: Row, dependent: Row, cause: 
     rank = index.schedule.placement.owner[stage]
     actions = index.schedule.ranks[rank]
     for early, late in zip(dependent, needed, strict=True):
-        if early < late and early != ABSENT:
+        if early < late and early != NO_PLACE:
             late_place = f"{actions[late]} is {index.place_text(rank, late)}"
             yield ScheduleProblem(
                 f"rank {rank} has {index.action_text(rank, early)} before {cause}: {late_place}", rank, early
@@ -238,7 +238,7 @@ def _collectives(index: ActionIndex, stage: int) -> Iterator[ScheduleProblem]:
 
 
 def _pairs(index: ActionIndex) -> Iterator[ScheduleProblem]:
-    """A joined pair is an F and the B right after it, of which neither needs the other."""
+    """A joined pair is an F and the B right after it, and neither needs the other."""
     for rank, actions in enumerate(index.schedule.ranks):
         for place, action in enumerate(actions):
             if not action.joined:
@@ -319,7 +319,7 @@ def _receives(index: ActionIndex, rank: int) -> Iterator[ScheduleProblem]:
         consumers = {RECV_ACTIVATION: index.places(FORWARD, stage), RECV_GRADIENT: index.input_gradients(stage)}
         for kind, consumed in consumers.items():
             posted = index.places(kind, stage)
-            if ABSENT not in posted and _overflows([posted], [consumed], buffers):
+            if NO_PLACE not in posted and _overflows([posted], [consumed], buffers):
                 posts = f"posts more than {buffers} receives {kind}{stage} before their messages are consumed"
                 yield ScheduleProblem(f"rank {rank} {posts}, and the schedule has {buffers} buffers per channel", rank)
 
@@ -352,7 +352,12 @@ def _slots(index: ActionIndex) -> Iterator[ScheduleProblem]:
 Proof = Callable[[ActionIndex], Iterator[ScheduleProblem]]
 
 # Each step takes for granted what the steps before it have shown.
-STEPS: tuple[tuple[Proof, ...], ...] = ((complete,), (order, channels, accumulate), (deadlock, bounds), (rendezvous,))
+PROOF_ROUNDS: tuple[tuple[Proof, ...], ...] = (
+    (complete,),
+    (order, channels, accumulate),
+    (deadlock, bounds),
+    (rendezvous,),
+)
 
 
 def check(schedule: Schedule, numbers: Sequence[Sequence[int]] | None = None) -> list[ScheduleProblem]:
@@ -361,7 +366,7 @@ def check(schedule: Schedule, numbers: Sequence[Sequence[int]] | None = None) ->
     `numbers[rank][place]` is the number of an action in sentences, if the user's list differs from the schedule's.
     """
     index = ActionIndex(schedule, numbers)
-    for step in STEPS:
+    for step in PROOF_ROUNDS:
         problems = [problem._replace(obligation=proof.__name__) for proof in step for problem in proof(index)]
         if problems:
             return problems

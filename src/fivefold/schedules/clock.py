@@ -15,7 +15,18 @@ Data that stays on a rank needs no waiting: whoever makes it stands earlier in t
 from functools import cache
 from typing import NamedTuple
 
-from fivefold.schedules.actions import COMPUTE, FORWARD, GATHER, RECEIVES, REDUCE, SENDS, STEP, Action, Channel, Kind
+from fivefold.schedules.actions import (
+    COMPUTE_KINDS,
+    FORWARD,
+    GATHER,
+    RECEIVE_KINDS,
+    REDUCE,
+    SEND_KINDS,
+    STEP,
+    Action,
+    Channel,
+    Kind,
+)
 from fivefold.schedules.costs import Costs, MessageLink
 from fivefold.schedules.schedule import Placement, Schedule
 
@@ -125,7 +136,7 @@ class _World:
         self.schedule, self.costs = schedule, costs
         self.joined = cache(costs.joined)  # called for the same few stages again and again
         self.ready = list(reversed(range(schedule.p)))  # ranks that may go on
-        self.durations = {kind: costs.of(kind) for kind in COMPUTE}
+        self.durations = {kind: costs.of(kind) for kind in COMPUTE_KINDS}
         # By kind and stage: when the stage's last GATHER or REDUCE ends.
         self.collective_end = {kind: [0.0] * schedule.placement.stages for kind in (GATHER, REDUCE)}
         # By kind and stage: the queue of `Placement.channel_of`.
@@ -153,9 +164,9 @@ class _Rank:
         link = world.costs.link
         self.overlap = link.overlap
         self.handlers = {
-            **dict.fromkeys(COMPUTE, self.compute),
-            **dict.fromkeys(RECEIVES, self.receive),
-            **dict.fromkeys(SENDS, self.send if link.sends == "eager" else self.blocking_send),
+            **dict.fromkeys(COMPUTE_KINDS, self.compute),
+            **dict.fromkeys(RECEIVE_KINDS, self.receive),
+            **dict.fromkeys(SEND_KINDS, self.send if link.sends == "eager" else self.blocking_send),
             **dict.fromkeys((GATHER, REDUCE), self.collective),
             STEP: self.step,
         }

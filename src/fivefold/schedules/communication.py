@@ -1,7 +1,7 @@
 """From compute orders to a whole schedule: put every SEND and RECV where the executor should reach it.
 
 A builder only says in which order each rank computes. What crosses ranks follows from the placement, and from one
-sequence of all actions of all ranks, by the time at which they end on a clock (`_TIMES`; a joined pair is one
+sequence of all actions of all ranks, by the time at which they end on a clock (`_ACTION_TIMES`; a joined pair is one
 action). A message comes right behind its producer, and into the lists of both its ranks:
 
 * its SEND stands right behind the producer;
@@ -26,9 +26,9 @@ from heapq import heappop, heappush
 from itertools import product
 
 from fivefold.schedules.actions import (
-    ALL,
+    ALL_MICROBATCHES,
     BACKWARD,
-    COMPUTE,
+    COMPUTE_KINDS,
     FORWARD,
     GATHER,
     INPUT_GRAD,
@@ -40,13 +40,13 @@ from fivefold.schedules.actions import (
     Channel,
     Kind,
 )
-from fivefold.schedules.schedule import NOTHING, Bounds, Placement, Schedule
+from fivefold.schedules.schedule import NO_BOUNDS, Bounds, Placement, Schedule
 from fivefold.support.errors import UserError
 
 Order = list[Action]
 # Whole numbers, so that sums are exact. A joined pair takes the sum of its two.
-_TIMES: dict[Kind, int] = {FORWARD: 20, BACKWARD: 40, INPUT_GRAD: 20, WEIGHT_GRAD: 20}
-_MESSAGE = 1
+_ACTION_TIMES: dict[Kind, int] = {FORWARD: 20, BACKWARD: 40, INPUT_GRAD: 20, WEIGHT_GRAD: 20}
+_MESSAGE_TIME = 1
 _action = tuple.__new__  # a NamedTuple's own constructor takes three times as long, and most actions are made here
 
 
@@ -57,7 +57,7 @@ def wire(
     orders: Iterable[Iterable[Action]],
     *,
     buffers: int = 2,
-    promise: Bounds = NOTHING,
+    promise: Bounds = NO_BOUNDS,
 ) -> Schedule:
     """The schedule that computes in these orders, with at least so many `buffers`, or as many as its receives need.
 
@@ -97,7 +97,7 @@ class _Sequence:
         feeds = {(kind, channel.source): wire for channel, wire in wires.items() for kind in channel.compute}
         self.times_and_wires: dict[tuple[Kind, int], TimeAndWires] = {
             (kind, stage): (time, needs.get((kind, stage)), feeds.get((kind, stage)))
-            for (kind, time), stage in product(_TIMES.items(), range(placement.stages))
+            for (kind, time), stage in product(_ACTION_TIMES.items(), range(placement.stages))
         }
         self.clocks = [0] * len(self.groups)  # by rank: when its last group ended
         self.ending: list[tuple[int, int]] = []  # a heap: when the group that a rank runs will end, and the rank
@@ -122,8 +122,8 @@ class _Sequence:
                 if sent is None:
                     need.waiting.setdefault(microbatch, []).append(rank)
                     return
-                if sent + _MESSAGE > start:
-                    start = sent + _MESSAGE
+                if sent + _MESSAGE_TIME > start:
+                    start = sent + _MESSAGE_TIME
         heappush(self.ending, (start + duration, rank))
 
     def _end(self, now: int, rank: int) -> None:
@@ -167,7 +167,7 @@ def _groups(order: Iterable[Action]) -> list[Order]:
     groups: list[Order] = [[]]
     for action in order:
         groups[-1].append(action)
-        if action[0] in COMPUTE and not action[3]:
+        if action[0] in COMPUTE_KINDS and not action[3]:
             groups.append([])
     if not groups[-1]:
         groups.pop()
@@ -191,7 +191,7 @@ def _extend(order: Order, zero: int) -> Order:
     extended: Order = []
     due: Order = []  # REDUCEs to insert before the next computation: not inside a joined pair, nor before its sends
     for place, action in enumerate(order):
-        if due and action.kind in COMPUTE and not extended[-1].joined:
+        if due and action.kind in COMPUTE_KINDS and not extended[-1].joined:
             extended += due
             due.clear()
         if action.kind is FORWARD and action.stage not in gathered:
@@ -199,5 +199,5 @@ def _extend(order: Order, zero: int) -> Order:
             extended.append(Action(GATHER, action.stage))
         extended.append(action)
         if action.kind in LAST_READERS and (zero == 2 or place == last[action.stage]):
-            due.append(Action(REDUCE, action.stage, action.microbatch if zero == 2 else ALL))
+            due.append(Action(REDUCE, action.stage, action.microbatch if zero == 2 else ALL_MICROBATCHES))
     return extended + due + [Action(STEP, stage) for stage in sorted(last)]

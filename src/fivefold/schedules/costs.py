@@ -69,7 +69,7 @@ def segments_of_one_block(forward: float, backward: float, messages: float) -> t
     )
 
 
-def alone(segments: Iterable[Segment]) -> float:
+def seconds_alone(segments: Iterable[Segment]) -> float:
     """How long a pass takes by itself: only what it computes beside a message hides any of it."""
     return sum(compute + max(message, beside) for compute, message, beside in segments)
 
@@ -81,7 +81,7 @@ def play_pair(forward: Iterable[Segment], backward: Iterable[Segment]) -> PairTi
 
 @lru_cache(maxsize=4096)
 def _pair_times(forward: Segments, backward: Segments) -> PairTimes:
-    forward_time, backward_time = alone(forward), alone(backward)
+    forward_time, backward_time = seconds_alone(forward), seconds_alone(backward)
     pair = _PairClock((forward, backward)).run()
     # A half only waits while the link carries something, so a pair takes no longer than both in turn, but for rounding.
     return PairTimes(forward_time, backward_time, min(pair, forward_time + backward_time))
@@ -347,8 +347,8 @@ def _per_stage(name: str, times: Duration, placement: Placement) -> tuple[float,
 
 
 PER_STAGE = ("f", "i", "w", "b", "fb", "ep")
-SINGLE = ("comm", "bytes", "bandwidth", "gather", "reduce", "step")
-KEYS = (*PER_STAGE, *SINGLE)
+SINGLE_VALUED = ("comm", "bytes", "bandwidth", "gather", "reduce", "step")
+DURATION_KEYS = (*PER_STAGE, *SINGLE_VALUED)
 
 
 @dataclass(frozen=True)
@@ -367,14 +367,14 @@ class Durations:
         problems: list[str] = []
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             key, _, value = (piece.strip() for piece in part.partition("="))
-            if key not in KEYS:
-                problems.append(f"times: {key!r} is not a time; {did_you_mean(key, KEYS)}")
+            if key not in DURATION_KEYS:
+                problems.append(f"times: {key!r} is not a time; {did_you_mean(key, DURATION_KEYS)}")
                 continue
             if key in values:
                 problems.append(f"times: {key} is given for the second time, as {value}")
                 continue
             numbers = [_duration(piece) for piece in value.split(":")]
-            if None in numbers or (key in SINGLE and len(numbers) > 1):
+            if None in numbers or (key in SINGLE_VALUED and len(numbers) > 1):
                 wanted = "a number of zero or more" + (", or one per stage as 1:1:1.5:1" if key in PER_STAGE else "")
                 problems.append(f"times: {key}={value} is not a time; write {key}= and {wanted}")
             else:
@@ -393,13 +393,15 @@ class Durations:
     def __str__(self) -> str:
         """The text that `parse` reads, with the defaults of what was left out; then the settings of other options."""
         values = {"f": (1.0,), "i": (1.0,), "w": (1.0,)} | dict(self.values)
-        text = ",".join(f"{key}={':'.join(figure(value) for value in values[key])}" for key in KEYS if key in values)
+        text = ",".join(
+            f"{key}={':'.join(figure(value) for value in values[key])}" for key in DURATION_KEYS if key in values
+        )
         text += "".join(f", rank {rank} takes {factor:g} times as long" for rank, factor in self.slow.items())
         return text + ", blocking sends" * (self.sends == "blocking") + ", no overlap" * (not self.overlap)
 
     def costs(self, placement: Placement) -> Costs:
         """The costs of the stages of one placement."""
-        single = {key: self.values[key][0] for key in SINGLE if key in self.values}
+        single = {key: self.values[key][0] for key in SINGLE_VALUED if key in self.values}
         latency, bandwidth, size = single.get("comm", 0.0), single.get("bandwidth", math.inf), single.get("bytes", 0.0)
         link = MessageLink(latency, bandwidth, size, self.sends, self.overlap)
         per_stage = {key: values for key, values in self.values.items() if key in PER_STAGE}

@@ -12,9 +12,9 @@ completes, every run does, at any speed of ranks and links.
 
 from collections.abc import Iterator
 
-from fivefold.schedules.actions import SENDS, Action, Channel
+from fivefold.schedules.action_index import ActionIndex, ScheduleProblem
+from fivefold.schedules.actions import SEND_KINDS, Action, Channel
 from fivefold.schedules.clock import Blocked
-from fivefold.schedules.index import ActionIndex, ScheduleProblem
 
 
 def deadlock(index: ActionIndex) -> Iterator[ScheduleProblem]:
@@ -34,7 +34,7 @@ def _blocked_at_meetings(index: ActionIndex) -> list[Blocked]:
     """The ranks that are stuck, if each message blocks both its ranks until both have reached it."""
     schedule, m = index.schedule, index.schedule.m
     channels = list(schedule.placement.channels)
-    # By kind and stage, the number of the channel's first message; those of later microbatches follow it.
+    # By kind and stage, the number of the channel's first message; later microbatches' messages follow it.
     first = {(channel.send, channel.source): n * m for n, channel in enumerate(channels)}
     first |= {(channel.receive, channel.target): n * m for n, channel in enumerate(channels)}
     messages_of = [
@@ -84,6 +84,6 @@ def _circle(blocks: list[Blocked]) -> list[Blocked]:
 
 def _wait_text(block: Blocked) -> str:
     waits, message = f"rank {block.rank} waits at {block.action}", f"message {block.message} of the {block.channel}"
-    if block.action.kind in SENDS:
+    if block.action.kind in SEND_KINDS:
         return f"{waits} until rank {block.peer} posts the receive of {message}"
     return f"{waits} for {message} from rank {block.peer}"

@@ -23,9 +23,9 @@ from fivefold.render.scene import (
     text_on,
     text_width,
 )
-from fivefold.schedules.actions import ALL, STEP, Kind
+from fivefold.schedules.actions import ALL_MICROBATCHES, STEP, Kind
 from fivefold.schedules.clock import BusySpan
-from fivefold.schedules.palette import HUES, NAMES, colour_of, shade
+from fivefold.schedules.palette import KIND_COLOURS, KIND_NAMES, colour_of, shade
 from fivefold.schedules.simulate import Simulation
 from fivefold.support.text import figure
 
@@ -34,13 +34,13 @@ HEAD, AXIS, CAPTION, GAP = 50.0, 30.0, 18.0, 28.0  # heights: title, time axis, 
 NARROWEST, WIDEST, CELL = 940.0, 2600.0, 13.0  # widths of the time axis, and of a short action where there is room
 COMFORTABLE = 1400.0  # a wider picture will be shown smaller, so its type grows with it
 LANDSCAPE = 1.25  # how much wider than high a comparison is
-LEGIBLE = 8.0  # the smallest type that is printed, where the picture is shown COMFORTABLE wide
+MIN_TYPE_SIZE = 8.0  # the smallest type that is printed, where the picture is shown COMFORTABLE wide
 CHUNKS_ARE_SHADES = "shades are chunks:"
-MANY = 20_000  # actions: more are drawn without numbers and hints, which would be most of the file
-BOLD = 1.12  # how much wider bold type is
+MAX_NUMBERED_ACTIONS = 20_000  # actions: more are drawn without numbers and hints, which would be most of the file
+BOLD_WIDTH = 1.12  # how much wider bold type is
 
 
-def picture(simulations: Sequence[Simulation], many: int = MANY, clock: str = "time") -> Scene:
+def picture(simulations: Sequence[Simulation], many: int = MAX_NUMBERED_ACTIONS, clock: str = "time") -> Scene:
     """One panel per simulation, on a common time scale; actions are labelled unless there are too many of them.
 
     `clock` is what the time axis counts: "seconds", or "time" in whatever unit the durations were given.
@@ -110,7 +110,7 @@ class _Panel:
     def number_size(self) -> float:
         """The size of the microbatch numbers: as large as a short action allows, but legible."""
         cell, largest = _short_action(self.simulation) * self.scale, min(11.0 * self.unit, 0.62 * self.row)
-        return max(LEGIBLE * self.unit, min(largest, (cell - 3.0) / (0.56 * len(str(self.schedule.m - 1)))))
+        return max(MIN_TYPE_SIZE * self.unit, min(largest, (cell - 3.0) / (0.56 * len(str(self.schedule.m - 1)))))
 
     def paint(self, scene: Scene, y: float) -> None:
         self.paint_head(scene, y, room=self.paint_legend(scene, y) - self.left)
@@ -127,8 +127,8 @@ class _Panel:
         simulation, schedule, u = self.simulation, self.schedule, self.unit
         chunks = schedule.placement.chunks
         numbers = f"p={schedule.p}  m={schedule.m}" + (f"  v={chunks}" if chunks > 1 else "")
-        name = cut(schedule.name, 17 * u, (room - text_width(numbers, 12 * u) - 28 * u) / BOLD)
-        beside = self.left + BOLD * text_width(name, 17 * u) + 14 * u
+        name = cut(schedule.name, 17 * u, (room - text_width(numbers, 12 * u) - 28 * u) / BOLD_WIDTH)
+        beside = self.left + BOLD_WIDTH * text_width(name, 17 * u) + 14 * u
         figures = (
             f"makespan {figure(simulation.makespan)}   ·   bubble {simulation.bubble_makespan:.1%} of the makespan, "
             f"{simulation.bubble_span:.1%} of the span   ·   peak {figure(max(simulation.peak_activations))} A"
@@ -146,7 +146,7 @@ class _Panel:
         x = self.left + self.width
         present = {span.action.kind for spans in self.simulation.timeline for span in spans}
         legend: list[tuple[str, Kind | None]] = [("idle", None)]
-        legend += [(f"{kind} {NAMES[kind]}", kind) for kind in reversed(HUES) if kind in present]
+        legend += [(f"{kind} {KIND_NAMES[kind]}", kind) for kind in reversed(KIND_COLOURS) if kind in present]
         for name, kind in legend:
             x -= text_width(name, size) + 2 * u
             scene.shapes.append(TextMark(x, y + 4 * u, name, size, fill=GREY))
@@ -184,7 +184,7 @@ class _Panel:
         seam = min(1.0, 0.12 * width)  # a hair of paper between neighbours
         hint = f"{action}  {figure(start)} - {figure(end)}" if self.labelled else ""
         scene.shapes.append(Rect(x, y, width - seam, height, hexed(colour), hint))
-        if self.labelled and action.microbatch != ALL:
+        if self.labelled and action.microbatch != ALL_MICROBATCHES:
             number = TextMark(x + (width - seam) / 2, y + height / 2, str(action.microbatch), self.font, "middle")
             self.paint_number(scene, number._replace(fill=text_on(colour)), width, height)
 
@@ -192,7 +192,7 @@ class _Panel:
         """Paint the microbatch if the longest number fits, so that all actions of one width show theirs, or none."""
         longest = str(self.schedule.m - 1)
         size = min(number.size, 0.82 * height, (width - 1.5) / text_width(longest, 1.0))
-        if size >= LEGIBLE * self.unit * (1 - 1e-9):
+        if size >= MIN_TYPE_SIZE * self.unit * (1 - 1e-9):
             scene.shapes.append(number._replace(size=size))
         else:
             self.left_out = True

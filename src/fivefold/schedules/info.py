@@ -75,7 +75,7 @@ class ScheduleInfo:
 
     @cached_property
     def bent(self) -> bool:
-        """Whether the first of several ranks has the last stage, too: stages in a V."""
+        """Whether the first of several ranks also has the last stage: stages in a V."""
         ranks = self.schedule.p if self.schedule else 2
         return ranks > 1 and self.place(ranks, self.chunks).owner[-1] == 0
 

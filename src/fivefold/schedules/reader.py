@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from fivefold.schedules.actions import ALL, MESSAGES, Action, parse_token
+from fivefold.schedules.actions import ALL_MICROBATCHES, MESSAGE_KINDS, Action, parse_token
 from fivefold.schedules.communication import wire
 from fivefold.schedules.schedule import Bounds, Placement, Schedule, name_problem
 from fivefold.support.errors import UserError
 from fivefold.support.text import did_you_mean, whole_number
 
-KEYS = ("schedule", "stages", "microbatches", "buffers", "peak", "slots", "messages")
+FILE_KEYS = ("schedule", "stages", "microbatches", "buffers", "peak", "slots", "messages")
 
 
 class ReadSchedule(NamedTuple):
@@ -60,8 +60,8 @@ class ScheduleReader:
 
     def header(self, where: str, key: str, words: list[str]) -> None:
         """The value of a key."""
-        if key not in KEYS:
-            self.refuse(where, f"unknown key {key!r}; {did_you_mean(key, [*KEYS, 'rank'])}")
+        if key not in FILE_KEYS:
+            self.refuse(where, f"unknown key {key!r}; {did_you_mean(key, [*FILE_KEYS, 'rank'])}")
         elif key in self.values:
             self.refuse(where, f"{key} is given for the second time")
         else:
@@ -102,7 +102,7 @@ class ScheduleReader:
         if messages not in (None, ["implied"]):
             self.refuse(self.places["messages"], "the only value of messages is 'implied'; without it, list them")
         self.check_ranks(ranks)
-        read = [self.read_order(rank, len(owner), microbatches, implied) for rank in range(ranks)]
+        read = [self.read_order(rank, len(owner), microbatches, implied=implied) for rank in range(ranks)]
         listed = sum(map(len, read))
         if not self.problems and microbatches > listed:
             where = self.places["microbatches"]
@@ -115,7 +115,7 @@ class ScheduleReader:
         schedule = Schedule(name, Placement(tuple(owner)), microbatches, orders, buffers, promise)
         if implied:
             schedule = wire(name, schedule.placement, microbatches, orders, buffers=buffers, promise=promise)
-        numbers = [_numbers_in_file(actions, implied) for actions in schedule.ranks]
+        numbers = [_numbers_in_file(actions, implied=implied) for actions in schedule.ranks]
         rank_places = [self.rank_places[rank] for rank in range(ranks)]
         action_places = [
             [order[n][0] if order else where for n in in_file]  # where the rank lists nothing, its own line
@@ -162,7 +162,7 @@ class ScheduleReader:
             numbers.append(number)
         return numbers
 
-    def read_order(self, rank: int, stages: int, microbatches: int, implied: bool) -> list[tuple[str, Action]]:
+    def read_order(self, rank: int, stages: int, microbatches: int, *, implied: bool) -> list[tuple[str, Action]]:
         """A rank's actions, each with where it was read; every problem with them is noted."""
         read: list[tuple[str, Action]] = []
         for where, token in self.tokens.get(rank, []):
@@ -174,9 +174,9 @@ class ScheduleReader:
             for action in actions:
                 if stages and action.stage >= stages:
                     self.refuse(where, f"{action} is of stage {action.stage}, and stages go from 0 to {stages - 1}")
-                if microbatches and action.microbatch != ALL and action.microbatch >= microbatches:
+                if microbatches and action.microbatch != ALL_MICROBATCHES and action.microbatch >= microbatches:
                     self.refuse(where, f"{action}: microbatches go from 0 to {microbatches - 1}")
-                if implied and action.kind in MESSAGES:
+                if implied and action.kind in MESSAGE_KINDS:
                     self.refuse(where, f"{action} is listed, and messages are implied; leave out one or the other")
                 read.append((where, action))
         return read
@@ -186,9 +186,9 @@ class ScheduleReader:
         self.problems.append(f"{self.source}, {where}: {sentence}")
 
 
-def _numbers_in_file(actions: Sequence[Action], implied: bool) -> list[int]:
-    """For each action of the schedule its number in the file; an implied message has that of the action before it."""
+def _numbers_in_file(actions: Sequence[Action], *, implied: bool) -> list[int]:
+    """The number in the file of each action; an implied message has the number of the action before it."""
     if not implied:
         return list(range(len(actions)))
-    counts = accumulate(action.kind not in MESSAGES for action in actions)
+    counts = accumulate(action.kind not in MESSAGE_KINDS for action in actions)
     return [max(0, count - 1) for count in counts]

@@ -1,4 +1,4 @@
-"""Every schedule by name; `build` makes one from numbers, and `record_of` also knows schedules in files, and those of
+"""Every schedule by name; `build` makes one from numbers, and `record_of` also knows schedules in files, and of
 modules of a user's own: layout.schedule=my_package.eager:EAGER_1F1B is a `ScheduleInfo` there."""
 
 import os
@@ -10,16 +10,16 @@ from typing import Any
 from fivefold.schedules.auto import AUTO
 from fivefold.schedules.classic import BREADTH_FIRST, GPIPE, INTERLEAVED, NAIVE, ONE_F_ONE_B
 from fivefold.schedules.info import ScheduleInfo, ScheduleRequest
-from fivefold.schedules.of_plugins import brought
+from fivefold.schedules.plugin_schedule import check_plugin_record
 from fivefold.schedules.schedule import Schedule, peak_live
-from fivefold.schedules.text import SUFFIXES, load
+from fivefold.schedules.text import FILE_SUFFIXES, load
 from fivefold.schedules.v_half_min import V_HALF, V_MIN
 from fivefold.schedules.zero_bubble import ZB_H1, ZB_H2
 from fivefold.schedules.zero_bubble_v import DUALPIPE_V, ZB_V
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.parsing import path_of
 from fivefold.support.plugins import find_value, is_plugin
-from fivefold.support.text import counted, did_you_mean, either
+from fivefold.support.text import did_you_mean, either, plural
 
 RECORDS = (
     NAIVE,
@@ -35,7 +35,7 @@ RECORDS = (
     DUALPIPE_V,
     AUTO,
 )
-LARGEST = 1 << 18  # stages x microbatches; to build and to prove a schedule takes some 50 us for each
+MAX_SIZE = 1 << 18  # stages x microbatches; to build and to prove a schedule takes some 50 us for each
 CATALOGUE: dict[str, ScheduleInfo] = {record.name: record for record in RECORDS}
 
 
@@ -51,13 +51,13 @@ def record_of(name: str) -> ScheduleInfo:
             raise UserError(f"{path} cannot be read: {error.strerror}", "file.read") from None
         return _record_of_file(name, path, stat.st_mtime_ns, stat.st_size)
     if is_plugin(name):  # a layout may be stored: whoever reads the job imports what it names, before it makes one
-        return brought(name, find_value("layout.schedule", name, ScheduleInfo, trusted=False))
+        return check_plugin_record(name, find_value("layout.schedule", name, ScheduleInfo, trusted=False))
     raise UserError(f"unknown schedule {name!r}; {did_you_mean(name, list(CATALOGUE))}", "layout.schedule.unknown")
 
 
 def is_file(name: str) -> bool:
-    """Whether a schedule's name is that of a file."""
-    return name not in CATALOGUE and (Path(name).suffix.lower() in SUFFIXES or "/" in name or os.path.isfile(name))
+    """Whether a schedule's name is a file name."""
+    return name not in CATALOGUE and (Path(name).suffix.lower() in FILE_SUFFIXES or "/" in name or os.path.isfile(name))
 
 
 @lru_cache(maxsize=64)
@@ -91,11 +91,11 @@ def build(schedule: str | ScheduleInfo, p: int, m: int, **options: Any) -> Sched
 
 def size_problem(stages: int, m: int) -> Problem | None:
     """Why a schedule is too large to be built; None when it is not."""
-    if stages * m <= LARGEST:
+    if stages * m <= MAX_SIZE:
         return None
     return Problem(
         "layout.schedule.size",
-        f"{stages} stages x {m} microbatches are more than the {LARGEST} that a schedule can have",
+        f"{stages} stages x {m} microbatches are more than the {MAX_SIZE} that a schedule can have",
     )
 
 
@@ -118,7 +118,7 @@ def _problems(record: ScheduleInfo, request: ScheduleRequest) -> list[Problem]:
         )
     if chunks != record.chunks and not record.any_chunks:
         tunable = either([other.name for other in RECORDS if other.any_chunks])
-        has = counted(record.chunks, "chunk")
+        has = plural(record.chunks, "chunk")
         problems.append(
             Problem(
                 "layout.chunks.schedule",

@@ -7,25 +7,25 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fivefold.render import paint
-from fivefold.render.blocks import Block, Drawing, Result, Table, Text, check_writable
+from fivefold.render.blocks import Block, Drawing, Result, Svg, Table, Text, check_writable
 from fivefold.render.paint import PICTURE_SUFFIXES
 from fivefold.render.scene import Scene
-from fivefold.schedules.actions import SENDS
+from fivefold.schedules.actions import SEND_KINDS
 from fivefold.schedules.check import prove
 from fivefold.schedules.classic import legal_groups
 from fivefold.schedules.costs import Costs, Durations, MessageLink, parse_slow
 from fivefold.schedules.draw import picture
-from fivefold.schedules.registry import CATALOGUE, LARGEST, build, is_file, record_of, size_problem
+from fivefold.schedules.registry import CATALOGUE, MAX_SIZE, build, is_file, record_of, size_problem
 from fivefold.schedules.schedule import Placement, Schedule
 from fivefold.schedules.simulate import Simulation, simulate
 from fivefold.schedules.terminal import legend, timeline
-from fivefold.schedules.text import SUFFIXES, save
+from fivefold.schedules.text import FILE_SUFFIXES, save
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import checked, within
+from fivefold.support.ranges import check_range, within
 from fivefold.support.text import bytes_text, figure
 
 Sends = Literal["eager", "blocking"]
-OPTIONS = ("chunks", "group", "memory")
+SCHEDULE_OPTIONS = ("chunks", "group", "memory")
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Query:
     times: Durations = field(default_factory=Durations)
 
     def __post_init__(self) -> None:
-        for option in ("pp", "microbatches", *OPTIONS):
-            checked(option, getattr(self, option), within(1, LARGEST))
+        for option in ("pp", "microbatches", *SCHEDULE_OPTIONS):
+            check_range(option, getattr(self, option), within(1, MAX_SIZE))
 
     def simulate(self, schedule: str | Path | Schedule) -> Simulation:
         """Proves a schedule, which is a name of the catalogue, a file or an object, and runs it on the clock."""
@@ -79,7 +79,7 @@ class Query:
         if problem := size_problem(self.pp * options.get("chunks", record.chunks), self.microbatches):
             raise UserError(problem)
         if not record.uses_stage_times:
-            return _proven(name, self.pp, self.microbatches, tuple(options.items()))
+            return _build_and_prove(name, self.pp, self.microbatches, tuple(options.items()))
         costs = self.times.costs(record.placement(self.pp, options.get("chunks", 0)))
         return prove(build(name, self.pp, self.microbatches, costs=costs, **options))
 
@@ -105,7 +105,7 @@ class Query:
 
     def options(self) -> dict[str, int]:
         """Those of chunks, group and memory that are set."""
-        values = {option: getattr(self, option) for option in OPTIONS}
+        values = {option: getattr(self, option) for option in SCHEDULE_OPTIONS}
         return {option: value for option, value in values.items() if value is not None}
 
     def unused_options(self) -> dict[str, int]:
@@ -117,7 +117,7 @@ class Query:
 
 
 @lru_cache(maxsize=32)  # a query that changes only durations builds the same schedule; proving takes most of the time
-def _proven(name: str, p: int, m: int, option_items: tuple[tuple[str, int], ...]) -> Schedule:
+def _build_and_prove(name: str, p: int, m: int, option_items: tuple[tuple[str, int], ...]) -> Schedule:
     options: dict[str, Any] = dict(option_items)
     return prove(build(name, p, m, **options))
 
@@ -137,7 +137,7 @@ class DrawResult(Result):
             schedule = simulation.schedule
             yield Text(f"{schedule.name}  p={schedule.p} m={schedule.m}  {_summary(simulation)}", "bold")
             yield Drawing(partial(timeline, simulation))
-        yield Drawing(lambda _, colour: legend(self.simulations, colour))
+        yield Drawing(lambda _, colour: legend(self.simulations, colour=colour))
 
     def to_dict(self) -> dict[str, Any]:
         rows = [figures_of(simulation) | _details(simulation) for simulation in self.simulations]
@@ -146,8 +146,8 @@ class DrawResult(Result):
     def scene(self) -> Scene:
         return picture(self.simulations)
 
-    def svg(self, dark: bool = False) -> str:
-        return paint.to_svg(self.scene(), dark=dark)
+    def svg(self, *, dark: bool = False) -> Svg:
+        return Svg(paint.to_svg(self.scene(), dark=dark))
 
     def save(self, path: Path) -> Iterator[Block]:
         """Write the picture (.svg, .png) or the one schedule (.txt, .json); yields the lines to print about it."""
@@ -209,13 +209,14 @@ def check_output(path: Path | None, schedules: int) -> None:
     if path is None:
         return
     suffix = path.suffix.lower()
-    if suffix not in (*PICTURE_SUFFIXES, *SUFFIXES):
+    if suffix not in (*PICTURE_SUFFIXES, *FILE_SUFFIXES):
         page = f"; the page is --html {path}" if suffix in (".html", ".htm") else ""
         raise UserError(
-            f"{path} should end in {', '.join(PICTURE_SUFFIXES)} for a picture, {', '.join(SUFFIXES)} for data{page}",
+            f"{path} should end in {', '.join(PICTURE_SUFFIXES)} for a picture, "
+            f"{', '.join(FILE_SUFFIXES)} for data{page}",
             "output.kind",
         )
-    if suffix in SUFFIXES and schedules > 1:
+    if suffix in FILE_SUFFIXES and schedules > 1:
         raise UserError(
             f"{path} can hold one schedule, and {schedules} are given; write them one by one", "output.kind"
         )
@@ -280,7 +281,7 @@ def compare(
     sends: Sends = "eager",
     overlap: bool = True,
 ) -> CompareResult:
-    """Compare all schedules: bubble, memory, messages, and what each one needs. Arguments are those of `draw`."""
+    """Compare all schedules: bubble, memory, messages, and what each one needs. Arguments as in `draw`."""
     query = Query(tuple(CATALOGUE), pp, microbatches, chunks, group, memory, _times(times, slow, sends, overlap))
     return CompareResult(query, query.compare())
 
@@ -353,7 +354,7 @@ def _summary(simulation: Simulation) -> str:
 def figures_of(simulation: Simulation) -> dict[str, Any]:
     """The numbers of one schedule. Bubbles are fractions of the makespan or the span; peaks are per rank, in A."""
     schedule = simulation.schedule
-    messages = schedule.count(*SENDS)
+    messages = schedule.count(*SEND_KINDS)
     return {
         "schedule": schedule.name,
         "pp": schedule.p,
@@ -378,7 +379,7 @@ def _details(simulation: Simulation) -> dict[str, Any]:
 def _cells(simulation: Simulation) -> Iterator[str]:
     """The cells of a row of `compare`, from v to sends."""
     schedule, size = simulation.schedule, simulation.costs.link.message
-    per_rank = schedule.count(*SENDS) / schedule.p
+    per_rank = schedule.count(*SEND_KINDS) / schedule.p
     yield str(schedule.placement.chunks)
     yield figure(simulation.makespan)
     yield f"{simulation.bubble_makespan:.2%}"

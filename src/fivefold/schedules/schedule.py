@@ -3,9 +3,18 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
-from fivefold.schedules.actions import COMPUTE, FORWARD, LAST_READERS, RECEIVES, WEIGHT_GRAD, Action, Channel, Kind
+from fivefold.schedules.actions import (
+    COMPUTE_KINDS,
+    FORWARD,
+    LAST_READERS,
+    RECEIVE_KINDS,
+    WEIGHT_GRAD,
+    Action,
+    Channel,
+    Kind,
+)
 from fivefold.support.errors import UserError
 
 
@@ -94,7 +103,7 @@ class Bounds:
     slots: int | None = None
 
 
-NOTHING = Bounds()
+NO_BOUNDS = Bounds()
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,7 @@ class Schedule:
     microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
     buffers: int = 2
-    promise: Bounds = NOTHING
+    promise: Bounds = NO_BOUNDS
 
     def __post_init__(self) -> None:
         problem = name_problem(self.name)
@@ -132,9 +141,14 @@ class Schedule:
 
         return draw(self)._repr_html_()
 
+    def _repr_mimebundle_(self, **wanted: Any) -> dict[str, str]:
+        from fivefold.schedules.result import draw
+
+        return draw(self)._repr_mimebundle_()
+
     def compute(self, rank: int) -> tuple[Action, ...]:
         """The rank's F, B, I and W in order."""
-        return tuple(action for action in self.ranks[rank] if action.kind in COMPUTE)
+        return tuple(action for action in self.ranks[rank] if action.kind in COMPUTE_KINDS)
 
     @cached_property
     def splits(self) -> bool:
@@ -172,7 +186,7 @@ class Schedule:
         for rank, order in enumerate(self.ranks):
             posted = live = most = 0
             for action in order:
-                if action.kind in RECEIVES:
+                if action.kind in RECEIVE_KINDS:
                     posted += 1
                 elif (action.kind, action.stage) in consumers:
                     posted -= 1

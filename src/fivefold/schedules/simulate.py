@@ -126,7 +126,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     stages = schedule.placement.stages
     if len(costs.f) != stages:
         raise UserError(
-            f"schedule {schedule.name} has {stages} stages, and the costs are those of {len(costs.f)}", "schedule.costs"
+            f"schedule {schedule.name} has {stages} stages, and the costs have {len(costs.f)}", "schedule.costs"
         )
     result = run(schedule, costs)
     if result.blocks:

@@ -13,12 +13,12 @@ from rich.style import Style
 from rich.text import Text
 
 from fivefold.render.scene import RGB, hexed, mix, text_on
-from fivefold.schedules.actions import ALL, Action
-from fivefold.schedules.palette import HUES, NAMES, colour_of, shade
+from fivefold.schedules.actions import ALL_MICROBATCHES, Action
+from fivefold.schedules.palette import KIND_COLOURS, KIND_NAMES, colour_of, shade
 from fivefold.schedules.schedule import Schedule
 from fivefold.schedules.simulate import DrawnSpan, Simulation
 
-BARS = " ▁▂▃▄▅▆▇█"
+BAR_LEVELS = " ▁▂▃▄▅▆▇█"
 LEFT_OUT = "┊⋯┊"
 
 
@@ -48,7 +48,7 @@ def timeline(simulation: Simulation, columns: int = 100, colour: bool = True, le
             text.append(LEFT_OUT if offset else "", "dim")
             for span, group in groupby(part):
                 cell = _pair if span and span.beside else _cell
-                text.append_text(cell(simulation.schedule, _renumbered(span, offset), len([*group]), colour))
+                text.append_text(cell(simulation.schedule, _renumbered(span, offset), len([*group]), colour=colour))
         text.append("\n")
     text.append("memory\n".rjust(label), "dim")
     highest = max(simulation.peak_activations) or 1.0
@@ -60,19 +60,19 @@ def timeline(simulation: Simulation, columns: int = 100, colour: bool = True, le
     return text
 
 
-def legend(simulations: Sequence[Simulation], colour: bool = True) -> Text:
+def legend(simulations: Sequence[Simulation], *, colour: bool = True) -> Text:
     """Which colour is which kind of action."""
     present = {span.action.kind for s in simulations for spans in s.timeline for span in spans}
     text = Text()
     if any(span.beside for s in simulations for rank in range(s.schedule.p) for span in s.drawn(rank)):
         text.append(" ▀ " if colour else " & ")
         text.append(" an F beside a B   ", "dim")
-    for kind in HUES:
+    for kind in KIND_COLOURS:
         if kind in present:
             background = shade(kind, 0, 1)
             style = Style(color=text_on(background), bgcolor=hexed(background)) if colour else Style()
             text.append(f" {kind} ", style)
-            text.append(f" {NAMES[kind]}   ", "dim")
+            text.append(f" {KIND_NAMES[kind]}   ", "dim")
     return text
 
 
@@ -82,7 +82,9 @@ def _renumbered(span: DrawnSpan | None, offset: int) -> DrawnSpan | None:
         return span
 
     def moved(action: Action) -> Action:
-        return action._replace(microbatch=action.microbatch + offset) if action.microbatch != ALL else action
+        return (
+            action._replace(microbatch=action.microbatch + offset) if action.microbatch != ALL_MICROBATCHES else action
+        )
 
     return span._replace(action=moved(span.action), beside=span.beside and moved(span.beside))
 
@@ -102,7 +104,7 @@ def _columns(spans: list[DrawnSpan], width: int, column_time: float) -> list[Dra
     ]
 
 
-def _cell(schedule: Schedule, span: DrawnSpan | None, width: int, colour: bool) -> Text:
+def _cell(schedule: Schedule, span: DrawnSpan | None, width: int, *, colour: bool) -> Text:
     """An action in so many columns, or idle time."""
     if span is None:
         return Text("·" * width, "dim")
@@ -113,7 +115,7 @@ def _cell(schedule: Schedule, span: DrawnSpan | None, width: int, colour: bool) 
     return Text((number if len(number) <= width else "").center(width), _style(_colour(schedule, span.action)))
 
 
-def _pair(schedule: Schedule, span: DrawnSpan | None, width: int, colour: bool) -> Text:
+def _pair(schedule: Schedule, span: DrawnSpan | None, width: int, *, colour: bool) -> Text:
     """An overlapped pair: the F above the B, their numbers at either end. Without colours, `F5&B2`."""
     assert span is not None
     assert span.beside is not None
@@ -131,7 +133,7 @@ def _pair(schedule: Schedule, span: DrawnSpan | None, width: int, colour: bool) 
 
 
 def _number(action: Action) -> str:
-    return str(action.microbatch) if action.microbatch != ALL else ""
+    return str(action.microbatch) if action.microbatch != ALL_MICROBATCHES else ""
 
 
 def _colour(schedule: Schedule, action: Action) -> RGB:
@@ -151,5 +153,5 @@ def _bars(steps: list[tuple[float, float]], width: int, column_time: float, high
     for column in range(width):
         place = bisect_right(times, (column + 0.5) * column_time) - 1
         level = steps[place][1] / highest if place >= 0 else 0.0
-        bars.append(BARS[round(level * (len(BARS) - 1))])
+        bars.append(BAR_LEVELS[round(level * (len(BAR_LEVELS) - 1))])
     return "".join(bars)

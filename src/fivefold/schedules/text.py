@@ -21,7 +21,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from fivefold.schedules.actions import MESSAGES, Action, tokens
+from fivefold.schedules.actions import MESSAGE_KINDS, Action, tokens
 from fivefold.schedules.check import check
 from fivefold.schedules.communication import wire
 from fivefold.schedules.reader import ReadSchedule, ScheduleReader
@@ -30,18 +30,18 @@ from fivefold.support.errors import UserError
 from fivefold.support.files import write
 from fivefold.support.parsing import parse_json, parsing, read_bytes
 
-SUFFIXES = (".txt", ".json")
-WORDS = ("schedule", "messages")  # the keys that have words for values; the others have numbers
+FILE_SUFFIXES = (".txt", ".json")
+TEXT_KEYS = ("schedule", "messages")  # the keys that have words for values; the others have numbers
 
 
 def to_text(schedule: Schedule, *, implied: bool = False) -> str:
     """The text form; with `implied` it leaves out the messages, which must be where `wire` puts them."""
     if implied and with_derived_messages(schedule) != schedule:
         raise ValueError(f"the messages of schedule {schedule.name} do not follow from its compute order")
-    return "\n".join(_lines(schedule, implied)) + "\n"
+    return "\n".join(_lines(schedule, implied=implied)) + "\n"
 
 
-def _lines(schedule: Schedule, implied: bool) -> Iterator[str]:
+def _lines(schedule: Schedule, *, implied: bool) -> Iterator[str]:
     for key, value in _header(schedule).items():
         yield f"{key} {' '.join(map(str, value)) if isinstance(value, list) else value}"
     if implied:
@@ -68,7 +68,7 @@ def _header(schedule: Schedule) -> dict[str, Any]:
 
 def without_messages(order: tuple[Action, ...]) -> tuple[Action, ...]:
     """A rank's actions without its messages."""
-    return tuple(action for action in order if action.kind not in MESSAGES)
+    return tuple(action for action in order if action.kind not in MESSAGE_KINDS)
 
 
 def with_derived_messages(schedule: Schedule) -> Schedule:
@@ -104,7 +104,7 @@ def read_json(text: str, source: str = "schedule") -> ReadSchedule:
         )
     reader = ScheduleReader(source)
     for key, value in data.items():
-        if key in WORDS and not isinstance(value, str):
+        if key in TEXT_KEYS and not isinstance(value, str):
             reader.refuse(key, f"{json.dumps(value)} should be a string")
             continue
         reader.header(key, key, [_word(item) for item in (value if isinstance(value, list) else [value])])

@@ -16,7 +16,7 @@ from fivefold.schedules.communication import Order, wire
 from fivefold.schedules.info import ScheduleInfo, vee
 from fivefold.schedules.schedule import Bounds, Placement, Schedule, peak_live
 
-PERIOD = 6  # slots
+PERIOD_SLOTS = 6  # slots
 Offsets = tuple[int, int, int, int]  # of F0, F1, I1, I0
 _CHANGE = {FORWARD: 1, INPUT_GRAD: 0, WEIGHT_GRAD: -1}  # of the number of live activations, by an action
 
@@ -25,14 +25,14 @@ def v_half(p: int, m: int) -> Schedule:
     """About half of 1F1B's activations, p/2 + 1, and less than half of its bubble."""
     delta = 0 if p % 2 else 3
     offsets = [(2 * r, 3 * p - r - 2, 3 * p + delta + 2 * r - 1, 6 * p + delta - r - 2) for r in range(p)]
-    return _repeated("v-half", p, m, offsets)
+    return _repeat_pattern("v-half", p, m, offsets)
 
 
 def v_min(p: int, m: int) -> Schedule:
     """About a third of 1F1B's activations, for two thirds of its bubble."""
     delta = 0 if p % 3 else 2
     offsets = [(r, 2 * p - r - 1, 2 * p + delta + r, 4 * p + delta - r - 1) for r in range(p)]
-    return _repeated("v-min", p, m, offsets)
+    return _repeat_pattern("v-min", p, m, offsets)
 
 
 V_HALF = ScheduleInfo(
@@ -48,7 +48,7 @@ V_HALF = ScheduleInfo(
 V_MIN = ScheduleInfo("v-min", lambda r: v_min(r.p, r.m), vee, chunks=2, splits=True, live=lambda p, m, v: p / 3 + 2.0)
 
 
-def _repeated(name: str, p: int, m: int, offsets: list[Offsets]) -> Schedule:
+def _repeat_pattern(name: str, p: int, m: int, offsets: list[Offsets]) -> Schedule:
     """The schedule of a building block, given the offsets of each rank."""
     patterns = [_pattern(offsets[rank], (rank, 2 * p - 1 - rank), m) for rank in range(p)]
     peak = max(map(peak_live, patterns))
@@ -61,7 +61,7 @@ def _pattern(offsets: Offsets, stages: tuple[int, int], m: int) -> Order:
     down, up = stages
     block = ((FORWARD, down), (FORWARD, up), (INPUT_GRAD, up), (INPUT_GRAD, down))
     fixed = {
-        offset + PERIOD * k: Action(kind, stage, k)
+        offset + PERIOD_SLOTS * k: Action(kind, stage, k)
         for offset, (kind, stage) in zip(offsets, block, strict=True)
         for k in range(m)
     }

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from fivefold.support.errors import Problem
-from fivefold.support.ranges import TOKENS, outside, within
+from fivefold.support.ranges import MAX_TOKENS, outside, within
 from fivefold.support.text import divisors, either
 
 _Width = Annotated[int, within(1, 100_000)]
@@ -64,7 +64,7 @@ class RopeScaling(
     factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_context: Annotated[int, within(1, TOKENS)] = 8192
+    original_context: Annotated[int, within(1, MAX_TOKENS)] = 8192
 
     def problems(self) -> list[str]:
         problems = [*outside(self, "model.rope_scaling").values()]
@@ -86,7 +86,7 @@ class Yarn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     factor: float = 32.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    original_context: Annotated[int, within(1, TOKENS)] = 4096
+    original_context: Annotated[int, within(1, MAX_TOKENS)] = 4096
     truncate: bool = True  # the ramp begins and ends at whole dims
     mscale: float = 0.0  # DeepSeek's two weights of the logarithm of `factor`; 0: the paper's rule
     mscale_all_dim: float = 0.0

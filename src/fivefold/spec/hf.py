@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from fivefold.spec.hf_attention import (
-    LATENT,
+    LATENT_SETTINGS,
     Config,
     SpecFields,
     read_latent,
@@ -53,12 +53,12 @@ _GPT2 = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab": "v
 _BLOCK: Config = {"norm": "rmsnorm", "bias": False, "activation": "swiglu", "sinks": False, "window": 0}
 _PLAIN = _BLOCK | {"rope_interleaved": False, "rope_dim": 0, "qkv_bias": False}
 _OSS = _PLAIN | {"bias": True, "activation": "swiglu_clamped", "sinks": True, "qk_norm": False}
-_CLASSES = {"gpt2": "GPT2LMHeadModel"}
+_CLASS_NAMES = {"gpt2": "GPT2LMHeadModel"}
 
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
 # Of their settings that no field of ours has, those that an export gives back: they change no logits.
-_KEPT = (
+_KEPT_SETTINGS = (
     *_TOKEN_IDS,
     "router_aux_loss_coef", "output_router_logits", "attn_pdrop", "attention_dropout", "pretraining_tp",
 )  # fmt: skip
@@ -66,7 +66,7 @@ _KEPT = (
 
 def kept_settings(config: Config) -> Config:
     """The settings of an imported `config.json` that an export keeps."""
-    return {key: config[key] for key in _KEPT if key in config}
+    return {key: config[key] for key in _KEPT_SETTINGS if key in config}
 
 
 def no_tokens(config: Config, vocab: int) -> str:
@@ -147,7 +147,7 @@ def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
         raise UserError(problems, "hf.setting.value")
     shared = {
         "model_type": kind,
-        "architectures": [_CLASSES.get(kind, f"{kind.title().replace('_', '')}ForCausalLM")],
+        "architectures": [_CLASS_NAMES.get(kind, f"{kind.title().replace('_', '')}ForCausalLM")],
         "vocab_size": spec.vocab,
         "tie_word_embeddings": spec.tied,
         "initializer_range": spec.init_std,
@@ -218,7 +218,7 @@ def _mistral(config: Config) -> SpecFields:
 
 
 def _deepseek(config: Config) -> SpecFields:
-    """DeepSeek-V2 and V3, and Kimi K2, which is a V3. What they call head_dim is that of positions."""
+    """DeepSeek-V2 and V3, and Kimi K2, which is a V3. Their head_dim is the dim of positions."""
     own = {"kv_heads": 0, "head_dim": 0, "qkv_bias": False, "qk_norm": False}
     return _llama(config) | own | read_latent(config) | read_experts(config)
 
@@ -274,9 +274,9 @@ _READERS: dict[str, tuple[Callable[[Config], SpecFields], dict[str, str]]] = {
     "qwen2": (_llama, _LLAMA | {"kv_heads": "num_key_value_heads"}),
     # What Hugging Face would fill in for an absent head_dim or number of kv heads is not what Llama's rule gives.
     "qwen3": (_llama, _LLAMA | _QWEN3),
-    "deepseek_v2": (_deepseek, _LLAMA | LATENT),
-    "deepseek_v3": (_deepseek, _LLAMA | LATENT),
-    "kimi_k2": (_deepseek, _LLAMA | LATENT),
+    "deepseek_v2": (_deepseek, _LLAMA | LATENT_SETTINGS),
+    "deepseek_v3": (_deepseek, _LLAMA | LATENT_SETTINGS),
+    "kimi_k2": (_deepseek, _LLAMA | LATENT_SETTINGS),
     "glm4_moe": (_glm, _LLAMA | {"kv_heads": "num_key_value_heads"}),
     "mixtral": (_mixture, _LLAMA | {"kv_heads": "num_key_value_heads"}),
     "olmoe": (_mixture, _LLAMA | {"kv_heads": "num_key_value_heads"}),
@@ -293,7 +293,7 @@ _WRITERS: dict[str, Callable[[ModelSpec], Config]] = {
 }
 _SWIGLU_CLAMPED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # as transformers 5 spells it
 # Settings that would change the arithmetic: anything but these values is refused, never ignored.
-_ONLY: dict[str, Config] = {
+_REQUIRED_SETTINGS: dict[str, Config] = {
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     "mistral": {"hidden_act": "silu"},
     "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
@@ -312,4 +312,4 @@ _ONLY: dict[str, Config] = {
 
 def _required_values(kind: str) -> Config:
     """Settings of a `model_type` that have one value here."""
-    return _ONLY[kind] | (EXPERT_CONFIG_MAPS[kind].required_values if kind in EXPERT_CONFIG_MAPS else {})
+    return _REQUIRED_SETTINGS[kind] | (EXPERT_CONFIG_MAPS[kind].required_values if kind in EXPERT_CONFIG_MAPS else {})

@@ -11,7 +11,7 @@ from fivefold.support.text import either
 Config = dict[str, Any]
 SpecFields = dict[str, Any]  # the fields of a ModelSpec, not yet checked
 
-LATENT = {
+LATENT_SETTINGS = {
     "kv_rank": "kv_lora_rank",
     "nope_dim": "qk_nope_head_dim",
     "rope_dim": "qk_rope_head_dim",
@@ -79,13 +79,13 @@ def read_latent(config: Config) -> SpecFields:
             f"num_key_value_heads={kv_heads!r} beside latent attention, which has one for each of {heads} heads",
             "hf.setting.value",
         )
-    latent = {"q_rank": config.get("q_lora_rank") or 0} | {field: config[key] for field, key in LATENT.items()}
+    latent = {"q_rank": config.get("q_lora_rank") or 0} | {field: config[key] for field, key in LATENT_SETTINGS.items()}
     return {"mla": latent, "rope_interleaved": bool(config.get("rope_interleave", True))}
 
 
 def write_latent(spec: ModelSpec) -> Config:
     assert spec.mla is not None
-    return _named(spec.mla, LATENT) | {
+    return _with_hf_keys(spec.mla, LATENT_SETTINGS) | {
         "q_lora_rank": spec.mla.q_rank or None,
         "num_key_value_heads": spec.heads,
         "head_dim": spec.mla.rope_dim,
@@ -115,5 +115,5 @@ def write_windows(spec: ModelSpec) -> Config:
     return {"sliding_window": spec.window or None, "layer_types": kinds}
 
 
-def _named(latents: LatentSpec, names: dict[str, str]) -> Config:
+def _with_hf_keys(latents: LatentSpec, names: dict[str, str]) -> Config:
     return {key: getattr(latents, field) for field, key in names.items()}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import msgspec
 
 from fivefold.spec.operations import (
-    OPERATIONS,
+    WANTED_OPERATIONS,
     Cache,
     Elementwise,
     Matmul,
@@ -26,7 +26,7 @@ from fivefold.spec.operations import (
     odd_record,
 )
 from fivefold.support.errors import UserError
-from fivefold.support.plugin_calls import WHOLE_NUMBERS, Wanted, ask, each, shown
+from fivefold.support.plugin_calls import WHOLE_NUMBERS, Wanted, ask, each, value_text
 from fivefold.support.plugin_settings import class_shortcomings, unhashable
 from fivefold.support.plugins import is_plugin
 
@@ -66,7 +66,7 @@ class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def parameters(self, spec: "ModelSpec", layer: int) -> Iterator[Parameter]:
         """Its parameters in that layer: those that its operations read."""
-        for operation in ask(self, "operations", spec, 1, wanted=OPERATIONS):
+        for operation in ask(self, "operations", spec, 1, wanted=WANTED_OPERATIONS):
             yield from parameters_of(operation, spec, layer, self.place)
 
     def cache(self, spec: "ModelSpec", tp: int) -> Cache | None:
@@ -88,17 +88,17 @@ class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """What a class lacks that a job calls `name`."""
         yield from class_shortcomings(kind, Mixer if issubclass(kind, Mixer) else MLP, name)
         yield from unhashable(kind)
-        yield from _misplaced("module", kind.module, "computes it", name)
+        yield from _place_problems("module", kind.module, "computes it", name)
         if issubclass(kind, MLP) and kind.routes:
-            yield from _misplaced("reference", kind.reference, "`verify` holds it against", name)
+            yield from _place_problems("reference", kind.reference, "`verify` holds it against", name)
         if not str(kind.place).isidentifier():
             yield f"has place={kind.place!r}, and not the name that its module has in a block"
         if kind.operations is BlockKind.operations:
             yield "has no method operations(self, spec, tp)"
 
 
-def _misplaced(member: str, place: object, does: str, name: str) -> Iterator[str]:
-    """What is wrong with where a kind's classes are: its own, or ours, since to look there runs code."""
+def _place_problems(member: str, place: object, does: str, name: str) -> Iterator[str]:
+    """Problems of a path to a kind's classes: it must be the plugin's own module or ours, since importing runs code."""
     module, _, attribute = str(place).partition(":")
     if not attribute.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         yield f'has {member}={place!r}, and not the "package.module:Class" that {does}'
@@ -130,22 +130,22 @@ class MLP(BlockKind, frozen=True, kw_only=True):
 
 # ---- what is asked of a kind ----------------------------------------------------------------------------------------
 
-PARAMETERS = each(
+WANTED_PARAMETERS = each(
     "fivefold.spec.operations:Parameter, in a list or by yield",
     lambda one: odd_record(one, Parameter),
 )
-CACHE = Wanted(
+WANTED_CACHE = Wanted(
     "a fivefold.spec.operations:Cache or None", lambda found: "" if found is None else odd_record(found, Cache)
 )
 
 
 def _odd_names(found: object) -> str:
     if not isinstance(found, Mapping):
-        return shown(found)
-    return next((f"{name!r}: {shown(at)}" for name, at in found.items() if not isinstance(at, HfTensor)), "")
+        return value_text(found)
+    return next((f"{name!r}: {value_text(at)}" for name, at in found.items() if not isinstance(at, HfTensor)), "")
 
 
-HF_NAMES = Wanted("a dict of names and fivefold.spec.kinds:HfTensor", _odd_names)
+WANTED_HF_NAMES = Wanted("a dict of names and fivefold.spec.kinds:HfTensor", _odd_names)
 
 
 def trial(kind: BlockKind, spec: "ModelSpec", layer: int) -> Iterator[str]:
@@ -153,11 +153,11 @@ def trial(kind: BlockKind, spec: "ModelSpec", layer: int) -> Iterator[str]:
     if not is_plugin(kind.name):
         return
     asked: dict[str, tuple[Wanted, tuple[object, ...]]] = {
-        "operations": (OPERATIONS, (spec, 1)),
-        "parameters": (PARAMETERS, (spec, layer)),
+        "operations": (WANTED_OPERATIONS, (spec, 1)),
+        "parameters": (WANTED_PARAMETERS, (spec, layer)),
         "divided": (WHOLE_NUMBERS, (spec,)),
-        "cache": (CACHE, (spec, 1)),
-        "hf_names": (HF_NAMES, (spec,)),
+        "cache": (WANTED_CACHE, (spec, 1)),
+        "hf_names": (WANTED_HF_NAMES, (spec,)),
     }
     found: dict[str, None] = {}  # parameters follow from operations, and then fail as they do
     for member, (wanted, given) in asked.items():
@@ -170,7 +170,7 @@ def trial(kind: BlockKind, spec: "ModelSpec", layer: int) -> Iterator[str]:
 
 def _inconsistent(kind: BlockKind, spec: "ModelSpec") -> Iterator[str]:
     """What does not fit together in a plugin's operations: it could not be computed, or would be counted wrong."""
-    operations = list(ask(kind, "operations", spec, 1, wanted=OPERATIONS))
+    operations = list(ask(kind, "operations", spec, 1, wanted=WANTED_OPERATIONS))
     scores = [operation for operation in operations if isinstance(operation, Scores)]
     matmuls = [operation for operation in operations if isinstance(operation, Matmul)]
     if isinstance(kind, Mixer) and kind.attends != (len(scores) == 1):
@@ -188,7 +188,7 @@ def _inconsistent(kind: BlockKind, spec: "ModelSpec") -> Iterator[str]:
             )
         elif matmul.experts or matmul.tp in ("experts", "replicated_partial"):
             yield from _of_experts(kind, spec, matmul, of)
-    for parameter in ask(kind, "parameters", spec, 0, wanted=PARAMETERS):
+    for parameter in ask(kind, "parameters", spec, 0, wanted=WANTED_PARAMETERS):
         of = f"{kind.name}.parameters has {parameter.name}"
         if parameter.init is not None and parameter.init.problem:
             yield f"{of} with init of {parameter.init.problem}"
@@ -197,21 +197,21 @@ def _inconsistent(kind: BlockKind, spec: "ModelSpec") -> Iterator[str]:
         if not parameter.size:
             yield f"{of} of shape {[*parameter.shape]}, which has no numbers"
     ungrouped = [f"{kind.name}.operations under tp: {problem}" for problem in group_problems(matmuls)]
-    yield from ungrouped or _undivided(kind, spec, operations)
+    yield from ungrouped or _division_problems(kind, spec, operations)
 
 
-def _undivided(kind: BlockKind, spec: "ModelSpec", operations: Sequence[Operation]) -> Iterator[str]:
-    """Operations of which two tp ranks do not have the parts that their rules say, where layouts may have tp=2."""
+def _division_problems(kind: BlockKind, spec: "ModelSpec", operations: Sequence[Operation]) -> Iterator[str]:
+    """Operations that two tp ranks cannot divide as their rules say, where layouts may have tp=2."""
     heads = [(one.heads, one.kv_heads) for one in operations if isinstance(one, Scores)]
     uneven = any(count % 2 or kv_heads % 2 > (kv_heads == 1) for count, kv_heads in heads)
     if uneven or any(width % 2 for width in ask(kind, "divided", spec, wanted=WHOLE_NUMBERS)):
         return
     try:
-        parts = list(ask(kind, "operations", spec, 2, wanted=OPERATIONS))
+        parts = list(ask(kind, "operations", spec, 2, wanted=WANTED_OPERATIONS))
     except UserError:  # said where a layout has this tp
         return
     of = f"{kind.name}.operations under tp:"
-    if [*map(_called, parts)] != [*map(_called, operations)]:
+    if [*map(_operation_name, parts)] != [*map(_operation_name, operations)]:
         yield f"{of} with tp=2 they are others than with tp=1; a rank has all of them, on its part"
         return
     for whole, part in zip(operations, parts, strict=True):
@@ -219,7 +219,7 @@ def _undivided(kind: BlockKind, spec: "ModelSpec", operations: Sequence[Operatio
             had, has = getattr(whole, field), getattr(part, field)
             if has != wanted:
                 right = f"a rank has {wanted:g}" if wanted % 1 == 0 else f"let divided(self, spec) give {had}"
-                yield f"{of} {_called(whole)} has {rule}{field} {has} at tp=2, and {had} at tp=1; {right}"
+                yield f"{of} {_operation_name(whole)} has {rule}{field} {has} at tp=2, and {had} at tp=1; {right}"
 
 
 def _part(whole: Operation, spec: "ModelSpec") -> Iterator[tuple[str, str, float]]:
@@ -236,7 +236,7 @@ def _part(whole: Operation, spec: "ModelSpec") -> Iterator[tuple[str, str, float
             yield field, f"{whole.tp} ", size / 2 if field == divided and not one_head else size
 
 
-def _called(operation: Operation) -> str:
+def _operation_name(operation: Operation) -> str:
     if isinstance(operation, Matmul):
         return f"{operation.branch}.{operation.name}"
     return f"{type(operation).__name__}({getattr(operation, 'name', '') or getattr(operation, 'kind', '')})"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from fivefold.spec.kinds import HfTensor, Mixer
 from fivefold.spec.operations import Cache, Elementwise, Matmul, Operation, Scores
 from fivefold.support.errors import Problem
-from fivefold.support.ranges import TOKENS, outside, within
+from fivefold.support.ranges import MAX_TOKENS, outside, within
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
@@ -23,7 +23,7 @@ class GroupedQueryAttention(Mixer, frozen=True, kw_only=True, tag="attention"):
     module = "fivefold.model.attention:Attention"
     cp = attends = True
 
-    window: Annotated[int, within(0, TOKENS)] = 0  # keys that a query sees, its own the last; 0: all before it
+    window: Annotated[int, within(0, MAX_TOKENS)] = 0  # keys that a query sees, its own the last; 0: all before it
 
     def problems(self, spec: "ModelSpec") -> list[str]:
         latent = "model.pattern has attention, and model.mla is latent attention's; write mla"
@@ -49,7 +49,7 @@ class GroupedQueryAttention(Mixer, frozen=True, kw_only=True, tag="attention"):
         return Cache(2 * max(1, spec.kv_heads // tp) * spec.head_dim, self.window)  # keys and values
 
     def hf_names(self, spec: "ModelSpec") -> dict[str, HfTensor]:
-        return _GPT2 if spec.positions == "learned" else _named(_LLAMA)
+        return _GPT2 if spec.positions == "learned" else _hf_tensors(_LLAMA)
 
 
 class MultiHeadLatentAttention(Mixer, frozen=True, kw_only=True, tag="mla"):
@@ -86,7 +86,7 @@ class MultiHeadLatentAttention(Mixer, frozen=True, kw_only=True, tag="mla"):
         return Cache(spec.mla.cached)  # the latent has no heads that tp could divide
 
     def hf_names(self, spec: "ModelSpec") -> dict[str, HfTensor]:
-        return _named(_LATENT)
+        return _hf_tensors(_LATENT)
 
 
 # Names in files of Hugging Face.
@@ -117,7 +117,7 @@ _GPT2 = {
 }
 
 
-def _named(names: dict[str, str]) -> dict[str, HfTensor]:
+def _hf_tensors(names: dict[str, str]) -> dict[str, HfTensor]:
     return {ours: HfTensor(theirs) for ours, theirs in names.items()}
 
 

@@ -19,12 +19,12 @@ from typing import Annotated, Literal
 import msgspec
 
 from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
-from fivefold.spec.kinds import PARAMETERS, BlockKind, norm, trial
+from fivefold.spec.kinds import WANTED_PARAMETERS, BlockKind, norm, trial
 from fivefold.spec.operations import EMBEDDING_UNIT, HEAD_UNIT, Parameter, block, head
 from fivefold.spec.pattern import Layer, layers_of, pattern_problems
 from fivefold.support.errors import Problem
 from fivefold.support.plugin_calls import WHOLE_NUMBERS, ask
-from fivefold.support.ranges import TOKENS, outside, within
+from fivefold.support.ranges import MAX_TOKENS, outside, within
 from fivefold.support.text import divisors, either
 
 Norm = Literal["rmsnorm", "layernorm"]
@@ -46,18 +46,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     head_dim: Annotated[int, within(0, 100_000)] = 0  # 0: hidden / heads
     ffn: Annotated[int, within(1, 10_000_000)] = 0  # 0: 4 x hidden; of layers without experts
     experts: Experts | None = None  # a mixture of experts in place of the dense network
-    context: Annotated[int, within(1, TOKENS)] = 2048  # longest sequence; the rows of a learned position table
+    context: Annotated[int, within(1, MAX_TOKENS)] = 2048  # longest sequence; the rows of a learned position table
     norm: Norm = "rmsnorm"
     norm_eps: float = 1e-5
     activation: Activation = "swiglu"
     positions: Positions = "rope"
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | Yarn | None = None  # Llama 3's, or with kind = "yarn" that of DeepSeek and gpt-oss
+    rope_scaling: RopeScaling | Yarn | None = None  # Llama 3's, or with kind = "yarn" DeepSeek's and gpt-oss's
     rope_dim: Annotated[int, within(0, 100_000)] = 0  # dims of a head that positions turn, the first ones; 0: all
     rope_interleaved: bool = False  # DeepSeek: neighbouring dims make a pair, not dims half a head apart
     mla: LatentSpec | None = None  # DeepSeek: keys and values are made of one latent of the token
     sinks: bool = False  # gpt-oss: a learned logit of each head beside its scores, which takes attention off the keys
-    window: Annotated[int, within(0, TOKENS)] = 0  # keys that a query sees, its own the last; 0: all before it
+    window: Annotated[int, within(0, MAX_TOKENS)] = 0  # keys that a query sees, its own the last; 0: all before it
     window_period: Annotated[int, within(1, 10_000)] = 1  # with n, each n-th layer sees all; 1: none does
     # The kinds of mixer and MLP, layer by layer, repeated; none: as the numbers above and below have it.
     pattern: tuple[Layer, ...] = ()
@@ -94,7 +94,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """One block, in the order of its forward pass."""
         for kind in self.kinds(layer).branches:
             yield from norm(f"layers.{layer}.{kind.place}_norm", self, layer, self.hidden)
-            yield from ask(kind, "parameters", self, layer, wanted=PARAMETERS)
+            yield from ask(kind, "parameters", self, layer, wanted=WANTED_PARAMETERS)
 
     def kinds(self, layer: int) -> Layer:
         """The mixer and the MLP of a layer."""
@@ -189,7 +189,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def active_parameters(self) -> int:
-        """All but those of experts that a token does not visit."""
+        """All except the parameters of experts that a token does not visit."""
         idle = 0
         for layer, count in self.counted().items():
             idle += count * sum(

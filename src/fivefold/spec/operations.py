@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
-from fivefold.support.plugin_calls import AMOUNT, ask, each, shown
+from fivefold.support.plugin_calls import WANTED_AMOUNT, ask, each, value_text
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
@@ -53,7 +53,7 @@ class Initial(NamedTuple):
     distribution: Literal["constant", "uniform", "log_uniform"]  # the last: its logarithm is uniform
     low: float
     high: float = 0.0  # a constant has none
-    # What is done to a number that was drawn: its logarithm; or that of which it is the softplus.
+    # What is done to a number that was drawn: its logarithm, or the inverse of softplus.
     through: Literal["", "log", "softplus_inverse"] = ""
 
     @property
@@ -68,7 +68,7 @@ class Initial(NamedTuple):
         if self.distribution != "constant" and not self.low < self.high:
             return f"low={self.low}, high={self.high}; low must be less"
         if self.low <= 0 and (self.distribution == "log_uniform" or self.through):
-            return f"low={self.low}, of which there is no logarithm; it must be positive"
+            return f"low={self.low}, which has no logarithm; it must be positive"
         return ""
 
 
@@ -82,7 +82,7 @@ class Parameter(NamedTuple):
     residual: bool = False  # it writes into the residual stream
     experts: int = 0  # number of experts whose rows are concatenated in it; 0: it belongs to no expert
     # Never cast to a low-precision compute dtype. Such parameters are small, no matmul reads them, and their rounding
-    # error is the same for all tokens, where that of activations averages out.
+    # error is the same for all tokens, while the error of activations averages out.
     full_precision: bool = False
     std: float = 0.0  # of its initial values; 0: the model's
     init: Initial | None = None  # None: ones of a norm, zeros of a bias, normals of `std` of all others
@@ -159,7 +159,7 @@ class Matmul(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether every tp rank has all of its outputs; with sp, those of its tokens."""
+        """Whether every tp rank has all of its outputs; with sp, for its own tokens."""
         return self.writes_residual or self.tp == "replicated"
 
 
@@ -212,7 +212,7 @@ class Cache(NamedTuple):
 class Elementwise(NamedTuple):
     """An operation that is bound by memory, on `width` features of a token over all tp ranks.
 
-    What those of the kind "other" cost is said here; of the rest each software knows it better (cost/software.py).
+    The kind "other" states its cost here; the cost of the rest depends on the software (cost/software.py).
     """
 
     kind: Literal["norm", "qk_norm", "rope", "swiglu", "gelu", "dropout", "residual", "other"]
@@ -243,16 +243,18 @@ def odd_record(found: Any, *kinds: type) -> str:
     """What is odd about what should be one of these named tuples: its type, or one of its values. All numbers in them
     are counts and amounts."""
     if not isinstance(found, kinds) or not isinstance(found, tuple):
-        return shown(found)
+        return value_text(found)
     for (name, wanted), value in zip(_hints(type(found)).items(), found, strict=True):
         try:
             msgspec.convert(value, wanted)
             amounts = [one for one in (value if isinstance(value, tuple) else [value]) if isinstance(one, int | float)]
-            odd = "" if isinstance(value, Initial) or all(0 <= one < math.inf for one in amounts) else AMOUNT.words
+            odd = (
+                "" if isinstance(value, Initial) or all(0 <= one < math.inf for one in amounts) else WANTED_AMOUNT.words
+            )
         except msgspec.ValidationError as error:
             odd = f"known: {', '.join(get_args(wanted))}" if get_origin(wanted) is Literal else str(error)
         if odd:
-            return f"{type(found).__name__}({getattr(found, 'name', '')!r}) with {name}={shown(value)} ({odd})"
+            return f"{type(found).__name__}({getattr(found, 'name', '')!r}) with {name}={value_text(value)} ({odd})"
     return ""
 
 
@@ -260,7 +262,9 @@ def _odd_operation(found: object) -> str:
     return odd_record(found, Matmul, Scores, Elementwise)
 
 
-OPERATIONS = each("fivefold.spec.operations (Matmul, Scores, Elementwise), in a list or by yield", _odd_operation)
+WANTED_OPERATIONS = each(
+    "fivefold.spec.operations (Matmul, Scores, Elementwise), in a list or by yield", _odd_operation
+)
 
 
 # ---- what tp makes of a branch ---------------------------------------------------------------------------------------
@@ -270,7 +274,7 @@ OPERATIONS = each("fivefold.spec.operations (Matmul, Scores, Elementwise), in a 
 # `latent_up_projection` reads. What is described otherwise no module can compute under tp: `group_problems` says so.
 
 Group = tuple[Matmul, ...]  # matmuls that read the same tensor in one step
-COLUMNS = ("colwise", "colwise_kv")
+COLUMN_SPLITS = ("colwise", "colwise_kv")
 
 
 class TensorGroups(NamedTuple):
@@ -296,7 +300,7 @@ def tensor_groups(matmuls: Iterable[Matmul]) -> TensorGroups:
     dense = [matmul for matmul in matmuls if matmul.dense]
     columns: list[Group] = []
     ups: list[Group] = []
-    wide = (matmul for matmul in dense if matmul.tp in COLUMNS)
+    wide = (matmul for matmul in dense if matmul.tp in COLUMN_SPLITS)
     for _, group in groupby(wide, key=lambda matmul: matmul.reads):
         step = tuple(group)
         earlier = dense[: dense.index(step[0])]
@@ -319,7 +323,7 @@ def group_problems(matmuls: Iterable[Matmul]) -> Iterator[str]:
                 yield f"{name} is rowwise and {reads}, of which every rank has all; make it colwise or replicated"
             open_, whole = False, True
             continue
-        if matmul.tp not in (*COLUMNS, "replicated"):
+        if matmul.tp not in (*COLUMN_SPLITS, "replicated"):
             yield f"{name} is {matmul.tp}, and a linear is colwise, rowwise or replicated"
         elif not (matmul.reads_residual or whole):
             norm = f"{matmul.branch}_norm"
@@ -327,7 +331,7 @@ def group_problems(matmuls: Iterable[Matmul]) -> Iterator[str]:
                 f"{name} is {matmul.tp} and {reads}, of which a rank has its columns; make it rowwise, or let it "
                 f"read {norm} or what a replicated linear before it writes"
             )
-        if matmul.tp in COLUMNS:
+        if matmul.tp in COLUMN_SPLITS:
             divided = open_ = True
         whole = whole or matmul.tp == "replicated"
     if open_:
@@ -387,7 +391,7 @@ class BlockOperations:
         return sum(matmul.active for matmul in self.matmuls)
 
     def rest(self, keys: float) -> float:
-        """Forward FLOPs of a token that has so many keys before it, beside those of matmuls."""
+        """Forward FLOPs of a token that has so many keys before it, without the matmuls."""
         return self.attention.flops(keys) + sum(other.width * other.flops for other in self.elementwise)
 
     def gemms(self, tokens: int, apart: bool = False) -> list[tuple[int, int, int]]:
@@ -407,7 +411,7 @@ def block(spec: "ModelSpec", tp: int = 1, layer: "Layer | None" = None) -> Block
 def _block(spec: "ModelSpec", tp: int, layer: "Layer") -> Iterator[Operation]:
     for kind in layer.branches:
         yield Elementwise("norm", spec.hidden, stream=True, name=f"{kind.place}_norm")
-        yield from ask(kind, "operations", spec, tp, wanted=OPERATIONS)
+        yield from ask(kind, "operations", spec, tp, wanted=WANTED_OPERATIONS)
         if spec.dropout > 0:
             yield Elementwise("dropout", spec.hidden, stream=True)
         yield Elementwise("residual", spec.hidden, stream=True)

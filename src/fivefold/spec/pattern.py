@@ -17,7 +17,7 @@ from fivefold.spec.kinds import MLP, BlockKind, Mixer
 from fivefold.spec.mixers import MIXERS, GroupedQueryAttention, MultiHeadLatentAttention
 from fivefold.spec.mlps import MLPS, Dense, MixtureOfExperts
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.parsing import numbered, read
+from fivefold.support.parsing import number_problems, read
 from fivefold.support.plugin_calls import problems_of
 from fivefold.support.plugins import Registry
 
@@ -32,15 +32,15 @@ else:
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The kinds of one layer. A name stands for the kind with its default settings; what it names is imported by
-    nobody here, but found if it has been (`KINDS`)."""
+    nobody here, but found if it has been (`KIND_REGISTRIES`)."""
 
     mixer: AnyMixer = None
     mlp: AnyMLP = None
 
     def __post_init__(self) -> None:
-        for place, registry in KINDS.items():
+        for place, registry in KIND_REGISTRIES.items():
             if (value := getattr(self, place)) is not None:
-                msgspec.structs.force_setattr(self, place, _made(registry, value))
+                msgspec.structs.force_setattr(self, place, _make_kind(registry, value))
 
     @property
     def branches(self) -> tuple[BlockKind, ...]:
@@ -58,13 +58,13 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.mixer is not None and self.mixer.attends
 
 
-KINDS: dict[str, Registry[Any]] = {
+KIND_REGISTRIES: dict[str, Registry[Any]] = {
     "mixer": Registry("model.pattern.mixer", Mixer, MIXERS),
     "mlp": Registry("model.pattern.mlp", MLP, MLPS),
 }
 
 
-def _made(registry: Registry[Any], value: Any) -> BlockKind:
+def _make_kind(registry: Registry[Any], value: Any) -> BlockKind:
     if isinstance(value, registry.base):
         return value
     settings = {"name": value} if isinstance(value, str) else value
@@ -82,11 +82,11 @@ def _made(registry: Registry[Any], value: Any) -> BlockKind:
     return made
 
 
-def named(pattern: Any) -> Iterator[tuple[int, str, str]]:
-    """The names in a pattern as a job's table has it, each with the number of its entry and its place; what is none is
-    found when it is read."""
+def names_in_pattern(pattern: Any) -> Iterator[tuple[int, str, str]]:
+    """(entry number, place, name) of the names in a pattern as a job's table has it. Bad entries are skipped: reading
+    the pattern reports them."""
     for number, layer in enumerate(pattern if isinstance(pattern, list | tuple) else ()):
-        for place in KINDS:
+        for place in KIND_REGISTRIES:
             value = layer.get(place) if isinstance(layer, dict) else None
             name = value.get("name") if isinstance(value, dict) else value
             if isinstance(name, str):
@@ -98,11 +98,11 @@ def layers_of(spec: "ModelSpec") -> tuple[Layer, ...]:
     if spec.pattern:
         return tuple(spec.pattern[layer % len(spec.pattern)] for layer in range(spec.layers))
     kinds = [(layer, _window(spec, layer), _is_dense(spec, layer)) for layer in range(spec.layers)]
-    made = {(window, dense): _layer(spec, window, dense) for _, window, dense in kinds}
+    made = {(window, dense): _layer(spec, window, dense=dense) for _, window, dense in kinds}
     return tuple(made[window, dense] for _, window, dense in kinds)
 
 
-def _layer(spec: "ModelSpec", window: int, dense: bool) -> Layer:
+def _layer(spec: "ModelSpec", window: int, *, dense: bool) -> Layer:
     mixer = MultiHeadLatentAttention() if spec.mla else GroupedQueryAttention(window=window)
     return Layer(mixer=mixer, mlp=Dense() if dense else MixtureOfExperts())
 
@@ -139,10 +139,10 @@ def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
                 f"model.pattern has two kinds called {places[0]} in layer {number}, whose parameters share names",
             )
     for kind in _different(spec.pattern):
-        registry = KINDS["mixer" if isinstance(kind, Mixer) else "mlp"]
+        registry = KIND_REGISTRIES["mixer" if isinstance(kind, Mixer) else "mlp"]
         first = next(number for number, layer in enumerate(spec.pattern) if any(kind is one for one in layer.branches))
         found = registry.class_problems(kind) or problems_of(kind, spec)
-        for sentence in numbered(found, f"model.pattern[{first}]"):  # a plugin's may have no code
+        for sentence in number_problems(found, f"model.pattern[{first}]"):  # a plugin's may have no code
             yield sentence if isinstance(sentence, Problem) else Problem("model.pattern.rules", sentence)
     said = {"window": spec.window, "window_period": spec.window_period - 1}
     said["experts.dense_layers"] = spec.experts.dense_layers if spec.experts else 0
@@ -159,7 +159,7 @@ def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
 
 
 def _different(pattern: Sequence[Layer]) -> list[BlockKind]:
-    """Its kinds, each once. Their settings are compared: those of an object that a program gives may have no hash."""
+    """Its kinds, each once. Compares settings instead of hashing: objects that a program gives may have no hash."""
     kinds: list[BlockKind] = []
     for kind in (kind for layer in pattern for kind in layer.branches):
         if not any(kind is other or kind == other for other in kinds):

@@ -1,4 +1,4 @@
-"""Models by name. Shapes are those of the published configurations; `fivefold list models` prints the table.
+"""Models by name. Shapes are from the published configurations; `fivefold list models` prints the table.
 
 A preset has a line with its numbers, and its family a line that says where they come from.
 """
@@ -14,7 +14,7 @@ from fivefold.spec.hf import read_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.parsing import read
-from fivefold.support.ranges import TOKENS, checked, outside, within
+from fivefold.support.ranges import MAX_TOKENS, check_range, outside, within
 from fivefold.support.text import did_you_mean, si
 
 _GPT = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True}
@@ -46,21 +46,21 @@ _LATENTS = LatentSpec(kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
 _LATENTS_OF_Q = LatentSpec(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
 
 # For laptops and tests: 257 is 256 bytes and an end of document.
-_BYTES = {"vocab": 257, "context": 2048}
+_BYTE_LEVEL = {"vocab": 257, "context": 2048}
 _OSS_RELEASED = _OSS | {"vocab": 201_088, "context": 131_072, "rope_theta": 150_000.0}
 _OSS_RELEASED |= {"rope_scaling": Yarn(factor=32.0, original_context=4096, truncate=False)}
 _TINY_OSS = _OSS | {"window": 10, "rope_scaling": Yarn(factor=4.0, original_context=512, truncate=False)}
 _TINY_LATENTS = LatentSpec(q_rank=48, kv_rank=32, nope_dim=24, rope_dim=16, v_dim=32)
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": _BYTES | _shape(4, 128, 4, 2, 384),
-    "small": _BYTES | _shape(8, 512, 8, 4, 1536),
-    "tiny-qwen2": _BYTES | _shape(4, 128, 4, 2, 384) | {"qkv_bias": True, "tied": True},
-    "tiny-qwen3": _BYTES | _shape(4, 128, 4, 2, 384, 64) | {"qk_norm": True, "tied": True},
-    "tiny-mla": _BYTES | _shape(4, 128, 4, 4, 384) | {"mla": _TINY_LATENTS, "rope_interleaved": True},
-    "tiny-oss": _BYTES | _shape(4, 128, 4, 2, 384) | _TINY_OSS,
-    "tiny-moe": _BYTES | _shape(4, 128, 4, 2) | {"experts": Experts(count=8, top_k=2, ffn=128)},
-    "tiny-deepseek": _BYTES
+    "tiny": _BYTE_LEVEL | _shape(4, 128, 4, 2, 384),
+    "small": _BYTE_LEVEL | _shape(8, 512, 8, 4, 1536),
+    "tiny-qwen2": _BYTE_LEVEL | _shape(4, 128, 4, 2, 384) | {"qkv_bias": True, "tied": True},
+    "tiny-qwen3": _BYTE_LEVEL | _shape(4, 128, 4, 2, 384, 64) | {"qk_norm": True, "tied": True},
+    "tiny-mla": _BYTE_LEVEL | _shape(4, 128, 4, 4, 384) | {"mla": _TINY_LATENTS, "rope_interleaved": True},
+    "tiny-oss": _BYTE_LEVEL | _shape(4, 128, 4, 2, 384) | _TINY_OSS,
+    "tiny-moe": _BYTE_LEVEL | _shape(4, 128, 4, 2) | {"experts": Experts(count=8, top_k=2, ffn=128)},
+    "tiny-deepseek": _BYTE_LEVEL
     | _shape(4, 128, 4, 4, 384)
     | {
         "mla": _TINY_LATENTS,
@@ -78,7 +78,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             balance_bias=True,
         ),
     },
-    "tiny-gpt": _BYTES | _GPT | _shape(4, 128, 4) | {"dropout": 0.1},
+    "tiny-gpt": _BYTE_LEVEL | _GPT | _shape(4, 128, 4) | {"dropout": 0.1},
     "llama2-7b": _LLAMA2 | _shape(32, 4096, 32, 32, 11008),
     "llama2-13b": _LLAMA2 | _shape(40, 5120, 40, 40, 13824),
     "llama2-70b": _LLAMA2 | _shape(80, 8192, 64, 8, 28672),
@@ -161,9 +161,9 @@ for _size, _numbers in _MEGATRON.items():
 
 
 # Whose vocabulary is no property of a published model: it is the data's, unless the user says otherwise.
-TOYS = tuple(name for name, numbers in PRESETS.items() if numbers["vocab"] == _BYTES["vocab"])
+TOY_PRESETS = tuple(name for name, numbers in PRESETS.items() if numbers["vocab"] == _BYTE_LEVEL["vocab"])
 
-SOURCES = {  # by how a name begins
+PRESET_SOURCES = {  # by how a name begins
     "llama2-": "config.json of meta-llama/Llama-2-*-hf on huggingface.co",
     "llama3-": "config.json of meta-llama/Meta-Llama-3-* on huggingface.co (405B: Llama-3.1-405B)",
     "llama3.1-": "config.json of meta-llama/Llama-3.1-* on huggingface.co",
@@ -190,9 +190,9 @@ SOURCES = {  # by how a name begins
 
 def source_of(name: str) -> str:
     """Where the numbers of a preset come from."""
-    if name in TOYS:
+    if name in TOY_PRESETS:
         return "made for laptops and tests; the vocabulary is the data's"
-    return next((source for prefix, source in SOURCES.items() if name.startswith(prefix)), "not stated")
+    return next((source for prefix, source in PRESET_SOURCES.items() if name.startswith(prefix)), "not stated")
 
 
 def preset(name: str, **changes: Any) -> ModelSpec:
@@ -221,7 +221,7 @@ def preset(name: str, **changes: Any) -> ModelSpec:
 # The presets, with what follows from their numbers: parameters and FLOPs per token.
 
 
-SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
+SHAPE_FIELDS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
 
 
 @dataclass(frozen=True)
@@ -256,14 +256,14 @@ class ModelList(Result):
             caption="FLOPs per training token, forward and backward, at the sequence length shown; full and causal: "
             "how attention is counted",
         )
-        shapes = [[spec.name, *(str(getattr(spec, name)) for name in SHAPE)] for spec in self.specs]
-        yield Table(["model", *(f">{name.replace('_', ' ')}" for name in SHAPE)], shapes, title="Shapes")
+        shapes = [[spec.name, *(str(getattr(spec, name)) for name in SHAPE_FIELDS)] for spec in self.specs]
+        yield Table(["model", *(f">{name.replace('_', ' ')}" for name in SHAPE_FIELDS)], shapes, title="Shapes")
         yield Table(
             ["model", ">active", ">experts", ">shared", ">top k", ">expert ffn", ">dense layers", "scores"],
             [[spec.name, si(spec.active_parameters, 3), *_mixture(spec.experts)]
              for spec in self.specs if spec.experts is not None],
             title="Mixtures of experts",
-            caption="active: parameters without those of experts that a token does not visit",
+            caption="active: parameters without the experts that a token does not visit",
         )  # fmt: skip
 
 
@@ -278,6 +278,6 @@ def models(config: str | Path | None = None, *, seq: int | None = None) -> Model
     >>> [spec.name for spec in ff.models(seq=8192).specs if spec.name.startswith("llama2")]
     ['llama2-7b', 'llama2-13b', 'llama2-70b']
     """
-    checked("seq", seq, within(1, TOKENS))
+    check_range("seq", seq, within(1, MAX_TOKENS))
     specs = [preset(name) for name in PRESETS] + ([read_hf_config(config)] if config else [])
     return ModelList(tuple(specs), seq)

@@ -7,17 +7,17 @@ problems that were found, so that the user can fix them at once.
 import importlib.util
 from collections.abc import Iterable
 
-MOST = 20  # sentences of an error; one mistake can cause thousands
-LONGEST = 2000  # characters of a sentence; a value in it can be as long as its file
-TRAINING = {"torch": "PyTorch", "safetensors": "safetensors", "tokenizers": "tokenizers"}  # the extra `train`
+MAX_PROBLEMS = 20  # sentences of an error; one mistake can cause thousands
+MAX_SENTENCE = 2000  # characters of a sentence; a value in it can be as long as its file
+TRAIN_PACKAGES = {"torch": "PyTorch", "safetensors": "safetensors", "tokenizers": "tokenizers"}  # the extra `train`
 
 
-def needs(package: str) -> str:
+def missing_package_sentence(package: str) -> str:
     """The sentence where a package of the extra `train` is not installed."""
-    return f'this needs {TRAINING[package]}: pip install "fivefold[train]"'
+    return f'this needs {TRAIN_PACKAGES[package]}: pip install "fivefold[train]"'
 
 
-def absent(package: str) -> bool:
+def not_installed(package: str) -> bool:
     """Whether a package is not installed; nothing is imported."""
     try:
         return importlib.util.find_spec(package) is None
@@ -49,11 +49,14 @@ class UserError(Exception):
 
     def __init__(self, problems: str | Iterable[str], code: str = ""):
         sentences = [problems] if isinstance(problems, str) else list(problems)
-        if len(sentences) > MOST + 1:  # one more is allowed: the sentence below, when the error is raised again
-            sentences = [*sentences[:MOST], Problem("problems.more", f"and {len(sentences) - MOST} more problems")]
-        self.problems = [_clipped(str(sentence)) for sentence in sentences]
+        if len(sentences) > MAX_PROBLEMS + 1:  # one more is allowed: the sentence below, when the error is raised again
+            sentences = [
+                *sentences[:MAX_PROBLEMS],
+                Problem("problems.more", f"and {len(sentences) - MAX_PROBLEMS} more problems"),
+            ]
+        self.problems = [_clip(str(sentence)) for sentence in sentences]
         codes = [sentence.code if isinstance(sentence, Problem) else code for sentence in sentences]
-        self.coded = list(map(_coded, codes, self.problems))
+        self.coded = list(map(_with_code, codes, self.problems))
         self.codes = [code for code in codes if code]
         super().__init__("\n".join(self.problems))
 
@@ -62,17 +65,17 @@ class UserError(Exception):
 
     def framed(self, before: str = "", after: str = "") -> list[str]:
         """The problems with words around them, under the codes that they have."""
-        return [_coded(getattr(problem, "code", ""), f"{before}{problem}{after}") for problem in self.coded]
+        return [_with_code(getattr(problem, "code", ""), f"{before}{problem}{after}") for problem in self.coded]
 
 
-def _coded(code: str, sentence: str) -> str:
+def _with_code(code: str, sentence: str) -> str:
     return Problem(code, sentence) if code else sentence
 
 
-def _clipped(sentence: str) -> str:
+def _clip(sentence: str) -> str:
     """On one line, with nothing that a terminal would obey; a long one without its middle: the reason comes last."""
-    if len(sentence) > LONGEST:
-        sentence = f"{sentence[: LONGEST // 2]} ... {sentence[-LONGEST // 2 :]}"
+    if len(sentence) > MAX_SENTENCE:
+        sentence = f"{sentence[: MAX_SENTENCE // 2]} ... {sentence[-MAX_SENTENCE // 2 :]}"
     if sentence.isprintable():
         return sentence
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in sentence)

@@ -19,9 +19,9 @@ from fivefold.support.errors import UserError
 from fivefold.support.text import bytes_text
 
 Progress = Callable[[int], None]  # called with the bytes of every piece
-_CHUNK = 1 << 22  # bytes hashed at a time
-_READ = 1 << 24  # bytes read in one system call
-_RANGE = 1 << 28  # bytes synced to the disk at a time
+_HASH_CHUNK = 1 << 22  # bytes hashed at a time
+_READ_BYTES = 1 << 24  # bytes read in one system call
+_SYNC_BYTES = 1 << 28  # bytes synced to the disk at a time
 _SYNC_RANGE = getattr(CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
 _ON_DISK = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE | _WRITE | _WAIT_AFTER
 
@@ -35,7 +35,7 @@ class File(msgspec.Struct, frozen=True):
 
 
 def plain_name(name: str) -> bool:
-    """Whether a name, read from a file, is that of a file in the same directory, without any path."""
+    """Whether a name that was read from a file is a plain file name, without any path."""
     try:
         return 0 < len(os.fsencode(name)) <= 255 and name not in (".", "..") and "/" not in name and "\0" not in name
     except UnicodeEncodeError:  # a lone surrogate
@@ -56,26 +56,26 @@ class Regular(io.FileIO):
         """Read bytes from `start` on until `into` is full."""
         done = 0
         while done < len(into):
-            count = os.preadv(self.fileno(), [into[done : done + _READ]], start + done)
+            count = os.preadv(self.fileno(), [into[done : done + _READ_BYTES]], start + done)
             if not count:
                 raise OSError("a file has become shorter")
             done += count
             progress(count)
 
 
-_KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device",
+_FILE_KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device",
           stat.S_IFDIR: "directory"}  # fmt: skip
 
 
 def irregular(mode: int) -> str | None:
     """What a file is, by its mode, if it is not a regular file; else None."""
-    kind = _KINDS.get(stat.S_IFMT(mode), "special file")
+    kind = _FILE_KINDS.get(stat.S_IFMT(mode), "special file")
     return None if stat.S_ISREG(mode) else f"it is a {kind}, not a regular file"
 
 
-def open_regular(path: Path, links: bool = False, append: bool = False) -> Regular:
-    """A file to read, or to `append` to, that is one: no link, unless asked for, which may lead anywhere, and no pipe,
-    which would wait for the other end."""
+def open_regular(path: Path, *, links: bool = False, append: bool = False) -> Regular:
+    """Opens a regular file to read, or to `append` to. Refuses links unless `links`, since they may lead anywhere, and
+    pipes, which would wait for the other end."""
     flags = os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     handle = os.open(path, flags | (os.O_WRONLY | os.O_APPEND | os.O_CREAT if append else os.O_RDONLY), 0o666)
     if problem := irregular(os.fstat(handle).st_mode):
@@ -84,11 +84,11 @@ def open_regular(path: Path, links: bool = False, append: bool = False) -> Regul
     return Regular(handle, "ab" if append else "rb")
 
 
-def read_regular(path: Path, most: int, links: bool = False) -> bytes:
-    """All of a regular file that has at most so many bytes."""
-    with open_regular(path, links) as stream:
-        if (size := os.fstat(stream.fileno()).st_size) > most:
-            raise OSError(errno.EFBIG, f"it has {bytes_text(size)}, and at most {bytes_text(most)} are read")
+def read_regular(path: Path, max_bytes: int, *, links: bool = False) -> bytes:
+    """The contents of a regular file; OSError if it has more than `max_bytes`."""
+    with open_regular(path, links=links) as stream:
+        if (size := os.fstat(stream.fileno()).st_size) > max_bytes:
+            raise OSError(errno.EFBIG, f"it has {bytes_text(size)}, and at most {bytes_text(max_bytes)} are read")
         return stream.read()
 
 
@@ -101,14 +101,14 @@ def digest(path: Path, progress: Progress | None = None) -> str:
 def digest_of(stream: Readable, progress: Progress | None = None) -> str:
     """sha256 of the rest of an open file."""
     sha256 = hashlib.sha256()
-    while piece := stream.read(_CHUNK):
+    while piece := stream.read(_HASH_CHUNK):
         sha256.update(piece)
         if progress:
             progress(len(piece))
     return sha256.hexdigest()
 
 
-def hashed(path: Path) -> File:
+def hash_file(path: Path) -> File:
     return File(path.name, path.stat().st_size, digest(path))
 
 
@@ -135,12 +135,12 @@ class HashedFile(io.RawIOBase):
         if not content.nbytes:  # an empty view cannot be cast
             return 0
         content = content.cast("B")
-        for start in range(0, len(content), _CHUNK):  # in chunks, so that the CPU's cache has them for both
-            rest = content[start : start + _CHUNK]
+        for start in range(0, len(content), _HASH_CHUNK):  # in chunks, so that the CPU's cache has them for both
+            rest = content[start : start + _HASH_CHUNK]
             self._sum.update(rest)
             while rest:  # an unbuffered write may write only a part
                 rest = rest[self._raw.write(rest) :]
-            self._progress(_CHUNK)
+            self._progress(_HASH_CHUNK)
         self._bytes += len(content)
         return len(content)
 
@@ -158,8 +158,8 @@ class HashedFile(io.RawIOBase):
         """Sync the file to the disk and close it; returns its size and checksum."""
         with self:
             if _SYNC_RANGE is not None:  # piece by piece, as a single fsync would report no progress
-                for start in range(0, self._bytes, _RANGE):
-                    _SYNC_RANGE(self.fileno(), c_int64(start), c_int64(_RANGE), _ON_DISK)
+                for start in range(0, self._bytes, _SYNC_BYTES):
+                    _SYNC_RANGE(self.fileno(), c_int64(start), c_int64(_SYNC_BYTES), _ON_DISK)
                     self._progress(0)
             os.fsync(self.fileno())
         return self.file
@@ -175,10 +175,10 @@ def write(path: Path, content: str | bytes) -> None:
 
 def put(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all, and replace what is there; an OSError says why it cannot be written."""
-    half = path.with_name(f"{path.name}.half")
-    half.unlink(missing_ok=True)  # to write into a FIFO of that name would wait for a reader
-    half.write_bytes(content.encode() if isinstance(content, str) else content)
-    half.rename(path)
+    temporary = path.with_name(f"{path.name}.half")
+    temporary.unlink(missing_ok=True)  # to write into a FIFO of that name would wait for a reader
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    temporary.rename(path)
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:
@@ -202,7 +202,7 @@ def whole_or_nothing(output: Path) -> Iterator[None]:
     """Around the code that makes a directory: if it fails, the directory is removed, and an OSError such as a full disk
     becomes a UserError."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} is there already, and is not empty; give -o a new name", "output.taken")
+        raise UserError(f"{output} already exists and is not empty; give -o a new name", "output.taken")
     try:
         yield
     except BaseException as error:

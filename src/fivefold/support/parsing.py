@@ -18,18 +18,18 @@ import msgspec
 
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import read_regular
-from fivefold.support.plugin_calls import raised
+from fivefold.support.plugin_calls import raised_problem
 from fivefold.support.ranges import misfits, outside
 from fivefold.support.text import did_you_mean
 
 PARSE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)  # what a decoder raises for bad JSON
-_LARGEST = {"TOML": 1 << 20, "JSON": 1 << 26}  # bytes of a file
-_DEEPEST = 64  # levels of tables and lists inside each other
-_DOTS = 1000  # dots in a line
-_BITS = 64  # bits of a whole number; Python does not print one of thousands of digits
-_NAME = 255  # bytes of a file's name, on every file system in use
-_PATH = 4095  # bytes of a path that the system takes
-_FEW = 4  # settings of a table that a sentence names
+_MAX_FILE_BYTES = {"TOML": 1 << 20, "JSON": 1 << 26}  # bytes of a file
+_MAX_DEPTH = 64  # levels of tables and lists inside each other
+_MAX_DOTS = 1000  # dots in a line
+_MAX_INTEGER_BITS = 64  # bits of a whole number; Python does not print one of thousands of digits
+_MAX_NAME_BYTES = 255  # bytes of a file's name, on every file system in use
+_MAX_PATH_BYTES = 4095  # bytes of a path that the system takes
+_MAX_NAMED_SETTINGS = 4  # settings of a table that a sentence names
 
 
 class Missing(UserError):
@@ -49,8 +49,8 @@ def path_of(text: str | Path) -> Path:
     names = [os.fsencode(part) for part in path.parts] if _encodes(path) else None
     if names is None:
         raise UserError(f"{str(text)!r} is not a path: the file system cannot write its characters", "path.characters")
-    if max(map(len, names), default=0) > _NAME or len(os.fsencode(path)) > _PATH:
-        most = f"names have {_NAME} bytes at most, paths {_PATH}"
+    if max(map(len, names), default=0) > _MAX_NAME_BYTES or len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        most = f"names have {_MAX_NAME_BYTES} bytes at most, paths {_MAX_PATH_BYTES}"
         raise UserError(f"the path {str(text)[:40]!r}... is too long: {most}", "path.length")
     return path
 
@@ -83,7 +83,7 @@ def parsing(source: str | Path, kind: str) -> Iterator[None]:
 def read_bytes(path: Path, kind: str) -> bytes:
     """The bytes of a file: a regular one, as a pipe or device may have no end, and not too large for its kind."""
     try:
-        return read_regular(path_of(path), _LARGEST[kind], links=True)
+        return read_regular(path_of(path), _MAX_FILE_BYTES[kind], links=True)
     except OSError as error:
         error_class = Missing if isinstance(error, FileNotFoundError) else UserError
         raise error_class(f"cannot read {path}: {error.strerror or error}", "file.read") from None
@@ -103,9 +103,9 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML; raises errors that `parsing` turns into sentences."""
     text = text.replace("\r\n", "\n")
     for number, line in enumerate(text.split("\n"), 1):
-        if (dots := line.count(".")) > _DOTS:  # the parser's time grows with the square of a key's parts
-            raise ValueError(f"line {number} has {dots:,} dots, and at most {_DOTS:,} are read")
-    return _checked(tomllib.loads(text))
+        if (dots := line.count(".")) > _MAX_DOTS:  # the parser's time grows with the square of a key's parts
+            raise ValueError(f"line {number} has {dots:,} dots, and at most {_MAX_DOTS:,} are read")
+    return _check_nesting(tomllib.loads(text))
 
 
 def toml_value(value: Any) -> str:
@@ -121,20 +121,20 @@ def toml_value(value: Any) -> str:
 
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON; raises errors that `parsing` turns into sentences."""
-    return _checked(json.loads(text))
+    return _check_nesting(json.loads(text))
 
 
-def _checked(parsed: Any) -> Any:
+def _check_nesting(parsed: Any) -> Any:
     """The parsed value, if it is not nested too deeply and has no number that is too long to print."""
     level = [parsed]
-    for _ in range(_DEEPEST):
-        if any(type(value) is int and value.bit_length() > _BITS for value in level):
-            raise ValueError(f"a number in it has more than {_BITS} bits")
+    for _ in range(_MAX_DEPTH):
+        if any(type(value) is int and value.bit_length() > _MAX_INTEGER_BITS for value in level):
+            raise ValueError(f"a number in it has more than {_MAX_INTEGER_BITS} bits")
         inside = [value for value in level if isinstance(value, dict | list)]
         level = [item for value in inside for item in (value.values() if isinstance(value, dict) else value)]
         if not level:
             return parsed
-    raise ValueError(f"it is nested more than {_DEEPEST} deep")
+    raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -187,13 +187,13 @@ def _read_item(kind: type[S], value: Any, path: str, problems: list[str]) -> S |
     try:
         return read(kind, value, path, problems)
     except UserError as error:
-        problems += numbered(error.coded, path)
+        problems += number_problems(error.coded, path)
         return None
 
 
-def numbered(problems: Iterable[str], path: str) -> list[str]:
+def number_problems(problems: Iterable[str], path: str) -> list[str]:
     """What an item of a list says is wrong with it, which does not know its number: with the number in its settings."""
-    own, said = f"{_unnumbered(path)}.", list[str]()
+    own, said = f"{_without_index(path)}.", list[str]()
     for problem in problems:
         sentence = f"{path}.{problem.removeprefix(own)}" if problem.startswith(own) else problem
         said.append(Problem(problem.code, sentence) if isinstance(problem, Problem) else sentence)
@@ -217,9 +217,9 @@ def _struct(kind: type[S], table: dict[str, Any], path: str, problems: list[str]
                 values[name] = read(inner, table[name], join(path, name), problems)
         elif field.required:
             missing = join(path, name)
-            problems.append(Problem(f"{_unnumbered(missing)}.missing", f"{missing} is missing: it has no default"))
+            problems.append(Problem(f"{_without_index(missing)}.missing", f"{missing} is missing: it has no default"))
     if len(problems) == problems_before:
-        return _made(kind, values, problems)
+        return _make_struct(kind, values, problems)
     problems += misfits(kind, values, path).values()  # of a table that cannot be made, what else is wrong with it
     for name, value in values.items():
         if isinstance(value, msgspec.Struct):
@@ -227,7 +227,7 @@ def _struct(kind: type[S], table: dict[str, Any], path: str, problems: list[str]
     return None
 
 
-def _made(kind: type[S], values: dict[str, Any], problems: list[str]) -> S | None:
+def _make_struct(kind: type[S], values: dict[str, Any], problems: list[str]) -> S | None:
     """The object of a table; a plugin's class may have code that runs when one is made."""
     name = kind.__struct_config__.tag
     if not isinstance(name, str) or ":" not in name:
@@ -237,7 +237,7 @@ def _made(kind: type[S], values: dict[str, Any], problems: list[str]) -> S | Non
     except UserError as error:
         problems += error.coded
     except (Exception, SystemExit) as error:
-        problems.append(raised(name, "__init__", error))
+        problems.append(raised_problem(name, "__init__", error))
     return None
 
 
@@ -260,7 +260,7 @@ def unknown_key(path: str, key: str, known: list[str]) -> Problem:
 
 def _no_choice(path: str, value: Any, choices: list[str]) -> Problem:
     hint = did_you_mean(str(value), choices)
-    return Problem(f"{_unnumbered(path)}.choice", f"{path}={value!r} is not a choice; {hint}")
+    return Problem(f"{_without_index(path)}.choice", f"{path}={value!r} is not a choice; {hint}")
 
 
 def join(path: str, name: str) -> str:
@@ -272,24 +272,24 @@ def _misfit(kind: Any, value: Any, path: str) -> Problem:
     if get_origin(kind) is Literal:
         return _no_choice(path, value, [str(choice) for choice in get_args(kind)])
     if (item := _item(kind)) is not None:
-        return Problem(f"{_unnumbered(path)}.type", f"{path}={value!r} is not a list of tables; {_settings(item)}")
+        return Problem(f"{_without_index(path)}.type", f"{path}={value!r} is not a list of tables; {_settings(item)}")
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return Problem(f"{_unnumbered(path)}.type", f"{path}={value!r} is not a table; {_settings(kind)}")
+        return Problem(f"{_without_index(path)}.type", f"{path}={value!r} is not a table; {_settings(kind)}")
     wanted = _TYPE_NAMES.get(get_origin(kind) or kind, "a table")
     inside = [_TYPE_NAMES[item] for item in get_args(kind) if item in _TYPE_NAMES]
     count = "" if Ellipsis in get_args(kind) or get_origin(kind) is not tuple else f"{len(get_args(kind))} "
     items = f" of {count}{inside[0].removeprefix('a ')}s" if inside else ""
-    return Problem(f"{_unnumbered(path)}.type", f"{path}={value!r} is not {wanted}{items}")
+    return Problem(f"{_without_index(path)}.type", f"{path}={value!r} is not {wanted}{items}")
 
 
 def _settings(kind: type[msgspec.Struct]) -> str:
     """What to write into a table."""
     names = list(kind.__struct_fields__)
-    more = ", ..." if len(names) > _FEW else ""
-    return f"write a table with {', '.join(names[:_FEW])}{more}"
+    more = ", ..." if len(names) > _MAX_NAMED_SETTINGS else ""
+    return f"write a table with {', '.join(names[:_MAX_NAMED_SETTINGS])}{more}"
 
 
-def _unnumbered(path: str) -> str:
+def _without_index(path: str) -> str:
     """A setting's name in codes, which is the same for all items of a list."""
     return re.sub(r"\[\d+\]", "", path)
 

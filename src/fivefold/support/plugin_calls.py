@@ -27,27 +27,27 @@ class Wanted:
 
 
 def instance(words: str, *kinds: type) -> Wanted:
-    return Wanted(words, lambda result: "" if isinstance(result, kinds) else shown(result))
+    return Wanted(words, lambda result: "" if isinstance(result, kinds) else value_text(result))
 
 
 def each(words: str, odd: Callable[[Any], str]) -> Wanted:
-    """A list or a tuple, or what was an iterator, of which `odd` says what is odd about one."""
+    """A list, a tuple or an iterator; `odd` says what is wrong with one of its items."""
 
     def odd_one(result: Any) -> str:
         if not isinstance(result, list | tuple):
-            return shown(result)
+            return value_text(result)
         return next(filter(None, map(odd, result)), "")
 
     return Wanted(words, odd_one)
 
 
-TEXTS = each("sentences, in a list or by yield", lambda one: "" if isinstance(one, str) else shown(one))
-WHOLE_NUMBERS = each("a list of whole numbers", lambda one: "" if type(one) is int else shown(one))
-AMOUNT = Wanted(
+WANTED_TEXTS = each("sentences, in a list or by yield", lambda one: "" if isinstance(one, str) else value_text(one))
+WHOLE_NUMBERS = each("a list of whole numbers", lambda one: "" if type(one) is int else value_text(one))
+WANTED_AMOUNT = Wanted(
     "a number, finite and not negative",
-    lambda result: "" if isinstance(result, int | float) and 0 <= result < math.inf else shown(result),
+    lambda result: "" if isinstance(result, int | float) and 0 <= result < math.inf else value_text(result),
 )
-TRUTH = instance("True or False", bool)
+WANTED_BOOL = instance("True or False", bool)
 
 
 def ask(plugin: Any, member: str, *given: Any, wanted: Wanted | None = None, **options: Any) -> Any:
@@ -62,7 +62,7 @@ def ask(plugin: Any, member: str, *given: Any, wanted: Wanted | None = None, **o
     except (UserError, TrainingError):
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(raised(name, member, error)) from error
+        raise UserError(raised_problem(name, member, error)) from error
     if odd := wanted.odd(result) if wanted else "":
         raise wrong(plugin, member, f"gave {odd}, and not {wanted.words if wanted else ''}")
     return result
@@ -71,7 +71,7 @@ def ask(plugin: Any, member: str, *given: Any, wanted: Wanted | None = None, **o
 def problems_of(plugin: Any, *given: Any) -> list[str]:
     """What its own `problems` says is wrong; or, where that fails, what is wrong with it."""
     try:
-        return [*ask(plugin, "problems", *given, wanted=TEXTS)]
+        return [*ask(plugin, "problems", *given, wanted=WANTED_TEXTS)]
     except UserError as error:
         return error.coded
 
@@ -81,7 +81,7 @@ def wrong(plugin: Any, member: str, what: str) -> UserError:
     return UserError(Problem("plugin.result", f"{plugin.__struct_config__.tag}: {member} {what}"))
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     """A value in a sentence; of what is large or foreign its type."""
     if value is None or isinstance(value, bool | int | float | str | list | tuple | dict):
         return reprlib.repr(value)
@@ -90,11 +90,11 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__} of shape {list(value.shape)} and {getattr(value, 'dtype', 'no dtype')}"
 
 
-def raised(name: str, member: str, error: BaseException) -> Problem:
-    return Problem("plugin.raised", f"{name}: {member} raised {told(error, name)}")
+def raised_problem(name: str, member: str, error: BaseException) -> Problem:
+    return Problem("plugin.raised", f"{name}: {member} raised {error_text(error, name)}")
 
 
-def told(error: BaseException, name: str) -> str:
+def error_text(error: BaseException, name: str) -> str:
     """An error, and the last place that it has come through in a plugin's files."""
     place = place_of(error, name)
     return f"{type(error).__name__}: {error}" + (f" ({place.file}, line {place.line})" if place else "")

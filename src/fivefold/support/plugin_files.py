@@ -32,7 +32,7 @@ def _files(top: str, file: Path, package: tuple[str, ...]) -> tuple[tuple[Path, 
     return tuple(files)
 
 
-_RUN = (".py", ".so", ".pyd")
+_CODE_SUFFIXES = (".py", ".so", ".pyd")
 _INSTALLED = ("site-packages", "dist-packages")
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)[\w.]*[ \t]+import\b|import[ \t]+([^#;\n]+))", re.MULTILINE)
 
@@ -51,7 +51,7 @@ def _beside(home: Path, name: str) -> list[Path]:
 
 def _code(folder: Path) -> Iterator[Path]:
     """The files in a package that are run: Python's, and compiled ones."""
-    return (path for path in folder.rglob("*") if path.suffix in _RUN and path.is_file())
+    return (path for path in folder.rglob("*") if path.suffix in _CODE_SUFFIXES and path.is_file())
 
 
 def names_beside(home: Path, top: str) -> list[str]:
@@ -72,10 +72,12 @@ def installed_as(module: str) -> tuple[str, ...]:
     top = module.partition(".")[0]
     package = [*getattr(sys.modules.get(top), "__path__", ())]
     homes = [Path(root).parent for root in package] or ([Path(file).parent] if file else [])
-    return tuple(line for home in homes for record in home.glob("*.dist-info/RECORD") for line in _noted(record, top))
+    return tuple(
+        line for home in homes for record in home.glob("*.dist-info/RECORD") for line in _recorded_files(record, top)
+    )
 
 
-def _noted(record: Path, top: str) -> list[str]:
+def _recorded_files(record: Path, top: str) -> list[str]:
     lines = record.read_text(errors="replace").splitlines()
     if not any(line.startswith((f"{top}.", f"{top}/")) for line in lines):
         return []

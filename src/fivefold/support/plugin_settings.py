@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from fivefold.support.plugin_calls import told
+from fivefold.support.plugin_calls import error_text
 
 
 def class_shortcomings(kind: Any, base: Any, name: str) -> Iterator[str]:
@@ -26,13 +26,13 @@ def _unwritable(kind: type[msgspec.Struct], name: str) -> str:
     try:
         own = kind()
     except (Exception, SystemExit) as error:
-        return f"with its defaults it raises {told(error, name)}"
+        return f"with its defaults it raises {error_text(error, name)}"
     try:
         back = msgspec.convert(msgspec.to_builtins(own), kind)
     except (msgspec.MsgspecError, TypeError) as error:
         return str(error)
     except (Exception, SystemExit) as error:
-        return f"with its defaults it raises {told(error, name)}"
+        return f"with its defaults it raises {error_text(error, name)}"
     return "" if back == own else f"{own} comes back as {back}"
 
 

@@ -29,14 +29,14 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 import msgspec
 
 from fivefold.support.errors import Problem, TrainingError, UserError
-from fivefold.support.plugin_calls import place_of, problems_of, raised
+from fivefold.support.plugin_calls import place_of, problems_of, raised_problem
 from fivefold.support.plugin_files import installed_as, source_files
 from fivefold.support.plugin_finder import FINDER
 from fivefold.support.text import did_you_mean, nearest
 
-_FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-_ALLOWING = re.compile(r" --plugin ([^\s,]+)")
-_LISTED = 12  # names of a module, where one is asked for that it does not have
+_PLUGIN_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_PLUGIN_OPTION = re.compile(r" --plugin ([^\s,]+)")
+_MAX_LISTED = 12  # names of a module, where one is asked for that it does not have
 _imported: dict[str, Any] = {}  # by name, what this process uses: imported for its user, or by the program itself
 
 
@@ -89,12 +89,12 @@ class Registry(Generic[T]):
         found = load(name, self.setting, self._own) if trusted else _present(name)
         fits = isinstance(found, type) and issubclass(found, self.base)
         if not fits and name not in _imported:
-            raise UserError(untrusted(self.setting, name))
+            raise UserError(untrusted_problem(self.setting, name))
         if not fits:
             what = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
             wanted = f"a subclass of {self.base.__module__}:{self.base.__name__}"
             raise UserError(Problem("plugin.kind", f"{self.setting}={name} is {what}, and not {wanted}"))
-        return _checked(self.setting, name, found, self.base)
+        return _check_protocol(self.setting, name, found, self.base)
 
     def _own(self, found: Any) -> bool:
         """Whether it is a user's class for this setting."""
@@ -165,21 +165,21 @@ def find_value(setting: str, name: str, kind: type[K], *, trusted: bool) -> K:
     if isinstance(found, kind):
         return cast(K, _imported.setdefault(name, found))
     if name not in _imported:
-        raise UserError(untrusted(setting, name))
+        raise UserError(untrusted_problem(setting, name))
     what = f"is a {type(found).__name__}, and not a {kind.__module__}:{kind.__name__}"
     raise UserError(Problem("plugin.kind", f"{setting}={name} {what}"))
 
 
 def _adopt(setting: str, kind: type[T], base: type[T]) -> type[T]:
-    """The class of an object that a program gives: as if it had been named. Ranks have to find it, too."""
+    """Treats the class of an object that a program gives as if it had been named. Ranks also have to find it."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     if kind.__module__ == "__main__" or _present(name) is not kind:
         where = "is not where ranks could import it; write it at the top level of a module of its own"
         raise UserError(Problem("plugin.module", f"{setting}={name} {where}"))
-    return _checked(setting, name, kind, base)
+    return _check_protocol(setting, name, kind, base)
 
 
-def _checked(setting: str, name: str, kind: type[T], base: type[T]) -> type[T]:
+def _check_protocol(setting: str, name: str, kind: type[T], base: type[T]) -> type[T]:
     lacks = [*base.shortcomings(kind, name), *_misfits(kind, base)]
     if problems := [Problem("plugin.protocol", f"{setting}={name} {lack}") for lack in lacks]:
         raise UserError(problems)
@@ -196,7 +196,7 @@ def _present(name: str) -> Any:
     return _imported.get(name) or getattr(sys.modules.get(module), "__dict__", {}).get(attribute)
 
 
-def imported() -> list[str]:
+def imported_plugins() -> list[str]:
     """The plugins of this process; ranks that it starts import the same."""
     return sorted(_imported)
 
@@ -207,7 +207,7 @@ def options(names: Sequence[str]) -> str:
 
 
 def _misfits(kind: type, base: type) -> Iterator[str]:
-    """The members of a class that cannot be used as those of its base are."""
+    """The members of a class that cannot be used like its base's."""
     for member, wanted in _members(base).items():
         own, theirs = getattr(kind, member), inspect.getattr_static(kind, member)
         if own is getattr(base, member):
@@ -256,7 +256,7 @@ def _uncallable(member: str, own: Any, wanted: Any, *, bound: bool) -> str:
     return ""
 
 
-def untrusted(setting: str, name: str) -> Problem:
+def untrusted_problem(setting: str, name: str) -> Problem:
     """Why a name that was stored or sent is not imported, and what its user can do."""
     why = f"{setting}={name} is stored, and names a module that would be imported; what is stored never causes that"
     change = f", or {setting}={name}" if setting.count(".") == 1 else ""  # a pattern is changed as a whole
@@ -266,14 +266,14 @@ def untrusted(setting: str, name: str) -> Problem:
 def untrusted_in(error: UserError) -> list[str]:
     """The plugins that the problems of an error would have allowed, each once."""
     problems = (problem for problem in error.coded if getattr(problem, "code", "") == "plugin.untrusted")
-    return list(dict.fromkeys(name for problem in problems for name in _ALLOWING.findall(problem)))
+    return list(dict.fromkeys(name for problem in problems for name in _PLUGIN_OPTION.findall(problem)))
 
 
 def load(name: str, setting: str = "--plugin", fits: Callable[[Any], bool] = lambda found: False) -> Any:
     """Import what a user has named; where there is no such name, those are listed that `fits` takes."""
     if name in _imported:
         return _imported[name]
-    if not _FORM.fullmatch(name):
+    if not _PLUGIN_NAME.fullmatch(name):
         form = "is not of the form package.module:Name"
         raise UserError(Problem("plugin.form", f"{setting}={name!r} {form}, for example my_package.lion:Lion"))
     module_name, _, attribute = name.partition(":")
@@ -315,11 +315,11 @@ def _hint(attribute: str, module: ModuleType, fits: Callable[[Any], bool]) -> st
     public = {word: value for word, value in vars(module).items() if not word.startswith("_")}
     own = [word for word, value in public.items() if getattr(value, "__module__", "") == module.__name__]
     names = [word for word in public if fits(public[word])] or own or [*public]
-    more = [f"... ({len(names) - _LISTED} more)"] if len(names) > _LISTED else []
-    return did_you_mean(attribute, nearest(attribute, names) or [*names[:_LISTED], *more])
+    more = [f"... ({len(names) - _MAX_LISTED} more)"] if len(names) > _MAX_LISTED else []
+    return did_you_mean(attribute, nearest(attribute, names) or [*names[:_MAX_LISTED], *more])
 
 
-def named(place: str) -> Any:
+def resolve_class(place: str) -> Any:
     """What is at "package.module:Name", as a class of this process names it: code says so, and no file or peer."""
     module, _, name = place.partition(":")
     with redirect_stdout(sys.stderr):
@@ -330,28 +330,31 @@ def named(place: str) -> Any:
 _OF_MACHINES = {"OutOfMemoryError", "AcceleratorError", "DistError"}
 
 
-def blamed(error: BaseException) -> UserError | None:
+def plugin_error(error: BaseException) -> UserError | None:
     """What an error is to its user that has come through a plugin's file; None where it has not, or is a machine's.
 
     For what is raised where no member is asked: in the forward pass of a module, in an update of weights. A SystemExit
-    is one, too: the process would end as if it had done its work.
+    is also one: the process would end as if it had done its work.
     """
     machine = isinstance(error, OSError | MemoryError) or _OF_MACHINES & {kind.__name__ for kind in type(error).__mro__}
     if machine or isinstance(error, UserError | TrainingError) or not isinstance(error, Exception | SystemExit):
         return None
-    places = ((name, place_of(error, name)) for name in imported())
+    places = ((name, place_of(error, name)) for name in imported_plugins())
     found = max(((place.depth, name, place.member) for name, place in places if place), default=None)
-    return None if found is None else UserError(raised(found[1], found[2], error))
+    return None if found is None else UserError(raised_problem(found[1], found[2], error))
 
 
 def digest() -> str:
     """Of the source of what was imported, so that ranks with other code do not join; empty where nothing was."""
     if not _imported:
         return ""
-    sha256 = hashlib.sha256()
-    for name in sorted(_imported):
-        sha256.update(f"{name} {_source_digest(name.partition(':')[0])}\n".encode())
-    return sha256.hexdigest()[:32]
+    lines = (f"{name} {source}\n" for name, source in digests().items())
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
+
+
+def digests() -> dict[str, str]:
+    """Of the source of each plugin of this process."""
+    return {name: _source_digest(name.partition(":")[0]) for name in imported_plugins()}
 
 
 def _source_digest(module: str) -> str:

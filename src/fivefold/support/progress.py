@@ -14,22 +14,22 @@ from typing import TypeAlias, TypeVar
 Report: TypeAlias = Callable[[int, int], None]
 
 
-_SHOWN = [True]  # a stack; the last entry is in force
+_SHOWN_STACK = [True]  # a stack; the last entry is in force
 
 
-def shown() -> bool:
+def is_shown() -> bool:
     """Whether progress bars, remarks and notes are shown, in addition to results and errors."""
-    return _SHOWN[-1]
+    return _SHOWN_STACK[-1]
 
 
 @contextmanager
-def silenced() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """Show nothing but results and errors inside the block."""
-    _SHOWN.append(False)
+    _SHOWN_STACK.append(False)
     try:
         yield
     finally:
-        _SHOWN.pop()
+        _SHOWN_STACK.pop()
 
 
 def quiet(done: int, total: int) -> None:
@@ -45,12 +45,12 @@ def bar(title: str) -> Iterator[Report]:
     from rich.progress import TransferSpeedColumn as Speed
 
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True), disable=not shown())
+    progress = Progress(*columns, console=Console(stderr=True, force_jupyter=False), disable=not is_shown())
     task = progress.add_task(title, total=None)
     with ExitStack() as stack:
 
         def report(done: int, total: int) -> None:
-            if not progress.live.is_started and shown():
+            if not progress.live.is_started and is_shown():
                 stack.enter_context(progress)
             progress.update(task, completed=done, total=total)
 
@@ -66,7 +66,7 @@ def late_bar(title: str, after: float = 1.0) -> Iterator[Report]:
 
         def report(done: int, total: int) -> None:
             nonlocal report_to
-            if report_to is quiet and time.monotonic() - start > after and sys.stderr.isatty() and shown():
+            if report_to is quiet and time.monotonic() - start > after and sys.stderr.isatty() and is_shown():
                 report_to = stack.enter_context(bar(title))
             report_to(done, total)
 

@@ -2,7 +2,7 @@
 
     layers: Annotated[int, within(1, 100_000)]
     outside(spec, "model")                         # {"layers": "model.layers=2000000 is more than 100000"}
-    checked("seq", 10**12, within(1, TOKENS))      # the same for an argument, raised
+    check_range("seq", 10**12, within(1, MAX_TOKENS))    # the same for an argument, raised
 
 The upper ends are far beyond any real use, and low enough that loops over a number end in reasonable time.
 """
@@ -16,11 +16,11 @@ from msgspec import Meta
 
 from fivefold.support.errors import Problem, UserError
 
-RANKS = 10_000_000
-STEPS = 10**12  # of training, and all settings that are counted in steps
+MAX_RANKS = 10_000_000
+MAX_STEPS = 10**12  # of training, and all settings that are counted in steps
 SEQUENCES = 10**9  # of a step
-TOKENS = 10**9  # of a sequence
-SECONDS = 10**8  # three years; the system's clocks overflow somewhere beyond
+MAX_TOKENS = 10**9  # of a sequence
+MAX_SECONDS = 10**8  # three years; the system's clocks overflow somewhere beyond
 
 
 def within(least: float, most: float, hint: str = "") -> Meta:
@@ -40,7 +40,7 @@ def misfits(kind: type[msgspec.Struct], values: Mapping[str, Any], path: str) ->
     return {field: Problem(f"{path}.{field}.range", sentence) for field, sentence in sentences.items() if sentence}
 
 
-def checked(name: str, value: Any, range_: Meta) -> Any:
+def check_range(name: str, value: Any, range_: Meta) -> Any:
     """Returns an argument if it is a whole number in its range, or None, which is one that was not given."""
     if value is not None and type(value) is not int:
         raise UserError(f"{name}={value!r} is not a whole number", "option.type")
@@ -51,7 +51,7 @@ def checked(name: str, value: Any, range_: Meta) -> Any:
 
 def seconds(name: str, value: float) -> float:
     """Returns an argument if it is a valid number of seconds."""
-    if sentence := misfit(name, value, within(0.001, SECONDS)):
+    if sentence := misfit(name, value, within(0.001, MAX_SECONDS)):
         raise UserError(sentence, "option.range")
     return value
 

@@ -28,7 +28,7 @@ def either(values: Sequence[object]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
-def listed(names: Sequence[str], most: int = 3) -> str:
+def first_of_many(names: Sequence[str], most: int = 3) -> str:
     """The first of many names: 'a, b, c and 4 more'."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
@@ -50,16 +50,16 @@ def bytes_text(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def counted(number: int, what: str) -> str:
+def plural(number: int, what: str) -> str:
     """A number of things as text: 'no graphs', '1 graph', '2 graphs'."""
     return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
 
 
-def graphs_text(graphs: int, breaks: dict[str, int], blocks: bool = True) -> str:
+def graphs_text(graphs: int, breaks: dict[str, int], *, blocks: bool = True) -> str:
     """How many graphs were compiled, and the reasons for the breaks between them; `blocks`: whether blocks were."""
     total = sum(breaks.values())
     why = "".join(f"\n  {count} x {reason.strip().splitlines()[0]}" for reason, count in breaks.items())
-    text = f"compiled: {counted(graphs, 'graph')}, {counted(total, 'break')} between them{why}"
+    text = f"compiled: {plural(graphs, 'graph')}, {plural(total, 'break')} between them{why}"
     return text if blocks else f"{text}\nblocks are not: with recompute=selective this layout would break their graphs"
 
 

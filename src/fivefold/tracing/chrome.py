@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from fivefold.schedules.actions import SENDS, Action
+from fivefold.schedules.actions import SEND_KINDS, Action
 from fivefold.schedules.clock import BusySpan
 from fivefold.schedules.simulate import Simulation
 from fivefold.support.errors import UserError
@@ -125,7 +125,7 @@ class _LanePainter:
     # ---- arrows --------------------------------------------------------------------------------------------------
 
     def arrow_start(self, rank: RankTrace, thread: int, flight: Flight) -> Iterator[Event]:
-        if flight.during is not None and flight.during.kind in SENDS:
+        if flight.during is not None and flight.during.kind in SEND_KINDS:
             yield self.arrow(rank, thread, "s", flight.start, flight.during)
 
     def arrow_end(self, rank: RankTrace, lane: int, span: BusySpan) -> Iterator[Event]:

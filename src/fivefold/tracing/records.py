@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 from fivefold.cost.collective_time import Kind as Collective
-from fivefold.schedules.actions import SENDS, Action, Kind
+from fivefold.schedules.actions import SEND_KINDS, Action, Kind
 from fivefold.schedules.clock import BusySpan
 from fivefold.schedules.schedule import Placement, Schedule
 
@@ -150,7 +150,7 @@ def _consumer_start(
 
     `starts`: of the actions of the pipeline, for each traced step.
     """
-    if flight.during is None or flight.during.kind not in SENDS or flight.kind != "send":
+    if flight.during is None or flight.during.kind not in SEND_KINDS or flight.kind != "send":
         return float("inf")
     number = next((n for n, window in enumerate(rank.steps) if window.start <= flight.start < window.end), None)
     if number is None:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from fivefold.render.blocks import Block, Cell, Result, Row, Table, Text, render, width_of
-from fivefold.support.text import bytes_text, counted
+from fivefold.support.text import bytes_text, plural
 from fivefold.tracing.chrome import write
 from fivefold.tracing.records import Trace
 from fivefold.tracing.summary import Bubble, TracedTime, TraceSummary
@@ -25,7 +25,7 @@ class TraceResult(Result):
     def blocks(self) -> Iterator[Block]:
         summary, trace, total = self.summary, self.summary.trace, self.summary.total
         yield Text(f"trace  {trace.layout or 'one rank'}", "bold")
-        yield Text(f"ms of a step, mean of {counted(trace.step_count, 'step')}")
+        yield Text(f"ms of a step, mean of {plural(trace.step_count, 'step')}")
         yield self._times()
         if summary.axes:
             yield Text("\ncommunication, ms a step: exposed / hidden")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.traffic import SPACES, TrafficCounter, name_of, named_args, ranks_of
+from fivefold.parallel.traffic_counter import SPACES, TrafficCounter, name_of, named_args, ranks_of
 from fivefold.schedules.actions import Action
 from fivefold.tracing.records import Flight, Wait
 

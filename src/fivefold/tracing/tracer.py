@@ -23,7 +23,7 @@ import torch
 
 from fivefold.parallel.control import gather_values
 from fivefold.parallel.mesh import Mesh
-from fivefold.schedules.actions import COMPUTE, Action
+from fivefold.schedules.actions import COMPUTE_KINDS, Action
 from fivefold.schedules.clock import BusySpan
 from fivefold.schedules.schedule import Schedule
 from fivefold.tracing.clock_offset import clock_offset
@@ -81,7 +81,7 @@ class Tracer:
         with self._range(str(action)):
             yield
         self.timer.during = None
-        if action.kind in COMPUTE:
+        if action.kind in COMPUTE_KINDS:
             waits = self.timer.waits[wait_count:]
             received = [wait.end for wait in waits if wait.message and wait.what == "receive"]
             self.actions.append(BusySpan(action, max([start, *received]), self.now()))

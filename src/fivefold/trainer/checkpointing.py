@@ -15,15 +15,15 @@ from fivefold.checkpoint.memory_load import MemoryCheckpointer
 from fivefold.checkpoint.memory_snapshots import Candidate, RunStart, is_abandoned, read_starts, record_start
 from fivefold.checkpoint.retention import delete_later_than
 from fivefold.checkpoint.save import Saver
-from fivefold.checkpoint.shards import Shard, saveable_tensors, stored_buffers, written
+from fivefold.checkpoint.shards import Shard, saveable_tensors, shards_to_write, stored_buffers
 from fivefold.checkpoint.store import Store
 from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError, UserError
-from fivefold.support.places import Place, place_of
+from fivefold.support.storage_place import Place, place_of
 from fivefold.trainer.loop import Trainer
 from fivefold.trainer.resuming import misfits
 
-_LONG_WAIT = 1.0  # seconds; a longer wait for the disk is reported
+_REPORTED_WAIT = 1.0  # seconds; a longer wait for the disk is reported
 
 
 def _find_weights(named: str, rank: int) -> tuple[str, list[str]]:
@@ -46,7 +46,7 @@ class Checkpoints:
         self.saver = Saver(store, control, trainer.job.checkpoint, trainer.mesh.device)
         self.shapes = {parameter.name: parameter.shape for parameter in trainer.job.model.parameters()}
         self.data = trainer.sources.fingerprint
-        self.saved = 0  # the last step of which a save was begun, or that was loaded
+        self.saved = 0  # the last step that was loaded, or whose save was begun
         self.wait_reported = False  # that steps wait for the disk: reported once
         self.memory = MemoryCheckpointer(control, say)
         self.starts: list[RunStart] = []  # earlier starts of the run
@@ -61,7 +61,7 @@ class Checkpoints:
         """Loads the newest undamaged checkpoint, in memory or on disk, if there is one. Collective."""
         self.restore_start = time.monotonic()
         run = self.store.directory.parent
-        self.memory.enter(self.trainer.mesh, run, bool(self.trainer.job.checkpoint.memory_every))
+        self.memory.enter(self.trainer.mesh, run, enabled=bool(self.trainer.job.checkpoint.memory_every))
         self.starts = self._starts(run) if self.control.rank == 0 and self.memory.nodes is not None else []
         candidates = self.memory.find(self._is_current)
         disk_step: int | None = self.control.broadcast_value(self._step_on_disk() if candidates else None, int | None)
@@ -153,7 +153,7 @@ class Checkpoints:
     def _load(self, checkpoint: Checkpoint) -> None:
         """Loads the trainer's state from a checkpoint, in memory or on disk."""
         shards = self._shards_to_load(checkpoint)
-        if not self.memory.take(checkpoint, shards):
+        if not self.memory.load_checked(checkpoint, shards):
             load(checkpoint, shards)
             self.saved = checkpoint.manifest.step
         self._restore_progress(checkpoint)
@@ -172,7 +172,7 @@ class Checkpoints:
         candidates = self.memory.find(lambda candidate: candidate.step <= step and self._is_current(candidate))
         disk_step = self.control.broadcast_value(self._step_on_disk(step) if candidates else None, int | None)
         newer = [candidate for candidate in candidates if candidate.step >= (disk_step or 0)]
-        if checkpoint := self.memory.sound(newer):
+        if checkpoint := self.memory.first_undamaged(newer):
             return checkpoint
 
         def usable(checkpoint: Checkpoint) -> bool:
@@ -181,7 +181,7 @@ class Checkpoints:
         return newest(self.store, self.control, self.say, usable)
 
     def go_back(self, checkpoint: Checkpoint) -> None:
-        """Rolls the trainer back to a checkpoint, and deletes those of later steps. Collective."""
+        """Rolls the trainer back to a checkpoint, and deletes the checkpoints of later steps. Collective."""
         self._load(checkpoint)
         self.saved = min(self.saved, checkpoint.step)  # steps that come again are saved again
         self.control.all_gather_values(True, bool)  # a barrier: all ranks have read it
@@ -257,7 +257,7 @@ class Checkpoints:
         previous, start = self.saver.saving, time.monotonic()
         self.finish()
         waited = time.monotonic() - start
-        if previous is None or waited < _LONG_WAIT or self.wait_reported:
+        if previous is None or waited < _REPORTED_WAIT or self.wait_reported:
             return
         self.wait_reported = True
         write_seconds, every = start - previous.begun + waited, self.trainer.job.checkpoint.every
@@ -283,7 +283,7 @@ class Checkpoints:
     def shards(self) -> dict[str, Shard]:
         """The shards that this rank writes, by key."""
         engine = self.trainer.engine
-        return written(engine.weights, self.shapes, engine.optimizer, engine.buffers)
+        return shards_to_write(engine.weights, self.shapes, engine.optimizer, engine.buffers)
 
     def manifest(self, step: int) -> Manifest:
         return Manifest(

@@ -37,8 +37,8 @@ from fivefold.trainer.replica_verdict import (
     corruption_verdict,
     disagreement_message,
     find_disagreement,
-    listed,
     mismatched_pairs,
+    names_text,
     rank_label,
     replay_partners,
     replica_axes,
@@ -129,13 +129,13 @@ class GradientRecorder:
 # Bits flipped on purpose, to test the detection: FIVEFOLD_FAULT=flip@rank=1,step=4,at=weight.
 
 
-_BIT = 1 << 2  # of the last byte but one: in the mantissa of every kind of number, so that no loss jumps
+_FLIPPED_BIT = 1 << 2  # of the last byte but one: in the mantissa of every kind of number, so that no loss jumps
 
 
 @torch.no_grad()
 def flip_bit(tensor: Tensor) -> None:
     """Flips one bit of the first number."""
-    tensor.view(-1)[:1].view(torch.uint8)[-2:-1].bitwise_xor_(_BIT)
+    tensor.view(-1)[:1].view(torch.uint8)[-2:-1].bitwise_xor_(_FLIPPED_BIT)
 
 
 def flip_after_update(engine: Engine, step: int) -> None:
@@ -242,11 +242,11 @@ def _axes_of(engine: Engine, name: str, *, full: bool = False) -> ReplicaAxes:
 
 ReadShare = Callable[[int], DpShare]  # the share of the step's batch that belongs to a dp rank
 
-_ADVICE = "a rank that is named again has bad memory or a bad device"
+_REPEAT_ADVICE = "a rank that is named again has bad memory or a bad device"
 
 
 class Corrupt(TrainingError):
-    """State or compute is known to be wrong. Checkpoints of step `suspect` and after may be damaged, too."""
+    """State or compute is known to be wrong. Checkpoints from step `suspect` on may also be damaged."""
 
     def __init__(self, sentence: str, suspect: int):
         super().__init__(sentence)
@@ -276,14 +276,14 @@ class CorruptionChecks:
     def __init__(self, engine: Engine, mesh: Mesh, account: Account):
         self.engine, self.mesh, self.account = engine, mesh, account
         self.watch = engine.job.watch
-        self.replica_axes = all_replica_axes(engine.job.layout, engine.job.model.experts is not None)
+        self.replica_axes = all_replica_axes(engine.job.layout, has_experts=engine.job.model.experts is not None)
         self.groups: dict[tuple[ReplicaAxes, tuple[int, ...]], list[tuple[int, ...]]] = {}  # of `_groups`, by arguments
         self.device_kind = torch.tensor([crc32(_device_kind(mesh.device).encode())], device=mesh.device)
         self.recorder = GradientRecorder(engine, account) if self.watch.replay else None
         self.data_failed: Callable[[], bool] = lambda: False  # whether this rank could not read its data
         self.partner_of = replay_partners(engine.job.layout) if self.watch.replay else {}
         self.partner_digest: Tensor | None = None  # of the gradients of the partner's microbatch in this step
-        self.last_replayed = -1  # the last step of which gradients were compared, or that was loaded
+        self.last_replayed = -1  # the last step that was loaded, or whose gradients were compared
         self.unreplicated: UnreplicatedState | None = None
         self.last_equal = -1  # the last step after which all replicas were equal, or that was loaded
 
@@ -364,7 +364,7 @@ class CorruptionChecks:
         raise Corrupt(
             f"step {step}: {'; '.join(messages)}; {outcome}, and after step {self.last_equal} all copies were the "
             "same; the same command resumes from the last checkpoint, whose copies were compared before it was saved; "
-            f"{_ADVICE}",
+            f"{_REPEAT_ADVICE}",
             suspect=self.last_equal + 1,
         )
 
@@ -418,14 +418,14 @@ class CorruptionChecks:
         if not any(count for (count,) in counts):
             return
         messages = [
-            f"{rank_label(self.mesh.layout, rank)}: {listed(names)}"
+            f"{rank_label(self.mesh.layout, rank)}: {names_text(names)}"
             for rank, names in enumerate(self._all_gather_values(changed, list[str]))
             if names
         ]
         raise Corrupt(
             f"step {step}: what nobody else holds has changed between the updates of steps {step - 1} and {step}, on "
             f"{'; '.join(messages)}; its update was not made; the same command resumes from the last checkpoint before "
-            f"step {step - 1}; {_ADVICE}",
+            f"step {step - 1}; {_REPEAT_ADVICE}",
             suspect=step - 1,
         )
 
@@ -459,7 +459,7 @@ class CorruptionChecks:
         raise Corrupt(
             f"step {step}: {message}; its update was not made; gradients of steps {self.last_replayed + 1} to {step} "
             f"may be wrong, and those of step {self.last_replayed} were not: the same command resumes from the last "
-            f"checkpoint up to there; {_ADVICE}",
+            f"checkpoint up to there; {_REPEAT_ADVICE}",
             suspect=self.last_replayed + 1,
         )
 

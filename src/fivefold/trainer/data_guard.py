@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from fivefold.data.batch import Batch, DpShare, read_share
-from fivefold.data.index import CHUNK, MEND
+from fivefold.data.index import CHUNK_BYTES, REMEDY
 from fivefold.data.integrity import CheckedData, Checker, Finding
 from fivefold.data.order import samples_of, window_of, windows
 from fivefold.data.rows import Splits, TokenRow
@@ -26,7 +26,7 @@ from fivefold.support.text import bytes_text
 
 STOP_FOR_DATA = float(1 << 20)  # added to the step's sum of stop flags; larger than all ranks' other flags together
 _MAX_LISTED = 6  # steps in a sentence
-_BLOCK = 1 << 16  # samples that are processed at a time
+_BLOCK_SAMPLES = 1 << 16  # samples that are processed at a time
 
 
 class BadData(TrainingError):
@@ -60,7 +60,7 @@ class DataGuard:
         }
 
     def begin(self, done: int, samples: int) -> None:
-        """Starts to hash; `done` and `samples` are those of earlier starts."""
+        """Starts to hash; earlier starts have made `done` steps and read `samples` samples."""
         self.done, self.samples = done, samples
         for checker in self.checkers.values():
             checker.start()
@@ -95,12 +95,12 @@ class DataGuard:
         return STOP_FOR_DATA if self.findings else 0.0
 
     def finish(self) -> None:
-        """Hashes the data that steps have read, also those of earlier starts, and that is not hashed yet."""
+        """Hashes the data that steps of this and earlier starts have read, where it is not hashed yet."""
         checkers = self.checkers.values()
         self.close()
         if not all(checker.done for checker in checkers):
             self._touch_earlier()
-        size = CHUNK * sum(len(chunks) for checker in checkers for _, chunks in checker.left())
+        size = CHUNK_BYTES * sum(len(chunks) for checker in checkers for _, chunks in checker.left())
         if size > HASHED_FIRST:
             self.say(f"hashes {bytes_text(size)} of data that steps have read and nobody has hashed yet")
         for checker in checkers:
@@ -109,8 +109,8 @@ class DataGuard:
     def _touch_earlier(self) -> None:
         split, seq = self.sources.train, self.job.data.seq
         count = windows(split.tokens, seq)
-        for sample in range(0, min(self.samples, count), _BLOCK):
-            samples = np.arange(sample, min(sample + _BLOCK, self.samples, count))
+        for sample in range(0, min(self.samples, count), _BLOCK_SAMPLES):
+            samples = np.arange(sample, min(sample + _BLOCK_SAMPLES, self.samples, count))
             for start in (window_of(samples, count, self.job.data.seed) * seq).tolist():
                 split.touch(start, start + seq + 1)
             heartbeat.beat()
@@ -134,7 +134,7 @@ class DataGuard:
                 save(done)
         messages = [text + (f" (rank {rank} found it)" if size > 1 else "") for text, rank in sentences.items()]
         message = "; ".join(messages) or "another rank cannot read its data"
-        raise BadData(f"after step {done}: {message}; {MEND}")
+        raise BadData(f"after step {done}: {message}; {REMEDY}")
 
     def _used(self, finding: Finding, done: int, samples: int) -> list[int]:
         """The steps that have read the damaged bytes."""
@@ -149,7 +149,7 @@ class DataGuard:
         return f"; no step has read it, and step {self._step(min(later))} would be the first" if later else ""
 
     def _readers(self, finding: Finding, samples: int) -> list[int]:
-        """The samples that read the bytes of a finding, to the end of the epoch after that of sample `samples`."""
+        """The samples that read the bytes of a finding, up to the end of the epoch after sample `samples`."""
         split, seq, seed = self.sources.train, self.job.data.seq, self.job.data.seed
         count, readers = windows(split.tokens, seq), []
         for begin, end in finding.ranges:

@@ -19,20 +19,20 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.checkpoint.filesystem import storage_of
 from fivefold.checkpoint.manifest import Checkpoint
 from fivefold.checkpoint.memory_snapshots import local_snapshots
+from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
-from fivefold.launch.world import PLANNED, REQUEUES, RESTARTS, RUN
+from fivefold.launch.world import PLANNED_ENV, REQUEUES_ENV, RESTARTS_ENV, RUN_ID_ENV
 from fivefold.support.errors import UserError
 from fivefold.support.files import Regular, cannot_write, open_regular
 from fivefold.support.parsing import path_of, read_toml
-from fivefold.support.places import Place, RemotePlace, remote_of
+from fivefold.support.storage_place import Place, RemotePlace, remote_of
 from fivefold.support.text import whole_number
 
-JOB = "job.toml"
-OWNERS = "runs.json"
+JOB_FILE = "job.toml"
+OWNERS_FILE = "runs.json"
 _MAX_OWNERS = 64  # the last runs that a directory lists
 _CLAIMS: list[Regular] = []  # locked files, open until this process ends
 
@@ -41,7 +41,7 @@ class Owners(msgspec.Struct, frozen=True):
     """The runs that have trained in a directory, the last one last."""
 
     runs: list[str]
-    seal: str  # their sha256: a damaged name could be that of another run
+    seal: str  # their sha256: a damaged name could be another run's
 
     @classmethod
     def of(cls, runs: list[str]) -> "Owners":
@@ -57,9 +57,9 @@ def identities(job: Job, env: Mapping[str, str] = os.environ) -> dict[str, bool]
     """
     digest = _job_digest(job)
     step = f"{env.get('SLURM_CLUSTER_NAME', '')} {env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID', 'batch')}"
-    names = {f"torchrun {env.get(RUN)}": RESTARTS} if RUN in env else {}
-    names |= {f"slurm {step}": REQUEUES} if "SLURM_JOB_ID" in env else {}
-    elastic = PLANNED in env and env.get(RUN) != "none"
+    names = {f"torchrun {env.get(RUN_ID_ENV)}": RESTARTS_ENV} if RUN_ID_ENV in env else {}
+    names |= {f"slurm {step}": REQUEUES_ENV} if "SLURM_JOB_ID" in env else {}
+    elastic = PLANNED_ENV in env and env.get(RUN_ID_ENV) != "none"
     return {f"{name} {digest}": elastic or bool(whole_number(env.get(count, "0"))) for name, count in names.items()}
 
 
@@ -76,12 +76,12 @@ def _changed_settings(section: msgspec.Struct) -> dict[str, object]:
     return {key: value for key, value in msgspec.to_builtins(section).items() if key not in unchanged}
 
 
-def run_directory(job: Job, fresh: bool, env: Mapping[str, str] = os.environ) -> Path:
+def run_directory(job: Job, *, fresh: bool, env: Mapping[str, str] = os.environ) -> Path:
     """The directory that this run trains in, with this run on its list."""
-    return entered(job, chosen(job, fresh, env), env)
+    return enter_directory(job, existing_run_directory(job, fresh=fresh, env=env), env)
 
 
-def chosen(job: Job, fresh: bool, env: Mapping[str, str] = os.environ) -> Path | None:
+def existing_run_directory(job: Job, *, fresh: bool, env: Mapping[str, str] = os.environ) -> Path | None:
     """The directory of a restarted run; otherwise the newest of its name, if that has checkpoints and not `fresh`.
 
     None: a new one is to be made. What an earlier run left is never deleted. A restarted run that no directory lists
@@ -94,7 +94,9 @@ def chosen(job: Job, fresh: bool, env: Mapping[str, str] = os.environ) -> Path |
         for directory, runs in runs_by_directory.items():
             if runs and set(runs) & set(restarted):
                 return directory
-        damaged = [str(home(job, directory) / OWNERS) for directory, runs in runs_by_directory.items() if runs is None]
+        damaged = [
+            str(home(job, directory) / OWNERS_FILE) for directory, runs in runs_by_directory.items() if runs is None
+        ]
         if damaged:
             raise UserError(
                 f"this run is started again, and which directory is its own cannot be told: {', '.join(damaged)} "
@@ -121,7 +123,7 @@ def _has_trained(job: Job, directory: Path) -> bool:
     return _job_name(job) in (owners(home(job, directory)) or [])
 
 
-def entered(job: Job, directory: Path | None, env: Mapping[str, str] = os.environ) -> Path:
+def enter_directory(job: Job, directory: Path | None, env: Mapping[str, str] = os.environ) -> Path:
     """The directory, or a new one if None, after adding this run to its list."""
     names = [*identities(job, env), _job_name(job)]
     if directory is None:
@@ -132,7 +134,7 @@ def entered(job: Job, directory: Path | None, env: Mapping[str, str] = os.enviro
     return directory
 
 
-def trained(job: Job, directory: Path, env: Mapping[str, str] = os.environ) -> bool:
+def has_trained(job: Job, directory: Path, env: Mapping[str, str] = os.environ) -> bool:
     """Whether this run has trained there before, by a name that a launcher gave it."""
     return bool(set(owners(home(job, directory)) or []) & set(identities(job, env)))
 
@@ -143,7 +145,7 @@ def _job_name(job: Job) -> str:
 
 
 def home(job: Job, directory: Path) -> Place:
-    """The place of checkpoints and the list of runs: the run's directory, or that of its name below checkpoint.url."""
+    """Where checkpoints and the list of runs are: the run's directory, or its name below checkpoint.url."""
     return remote_of(job.checkpoint.url) / directory.name if job.checkpoint.url else directory
 
 
@@ -180,7 +182,7 @@ def _moved_checkpoints(job: Job, directory: Path) -> str:
     """A sentence, if the directory's stored job has its checkpoints at another URL; else an empty text."""
     url = ""
     with suppress(UserError, KeyError, TypeError):
-        url = str(read_toml(directory / JOB)["checkpoint"]["url"])
+        url = str(read_toml(directory / JOB_FILE)["checkpoint"]["url"])
     if url in ("", job.checkpoint.url):
         return ""
     stored = remote_of(url) / directory.name
@@ -218,12 +220,12 @@ def claim(directory: Path) -> None:
 def owners(place: Place) -> list[str] | None:
     """The runs that have trained there; [] if there is no list, and None if it is damaged."""
     try:
-        stored = msgspec.json.decode(storage_of(place).read(place / OWNERS, 1 << 20), type=Owners)
+        stored = msgspec.json.decode(storage_of(place).read(place / OWNERS_FILE, 1 << 20), type=Owners)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         if isinstance(error, OSError) and isinstance(place, RemotePlace):  # no damage: the server does not answer
-            raise UserError(f"cannot read {place / OWNERS}: {error.strerror}", "file.read") from None
+            raise UserError(f"cannot read {place / OWNERS_FILE}: {error.strerror}", "file.read") from None
         return None
     return stored.runs if stored == Owners.of(stored.runs) else None
 
@@ -232,11 +234,11 @@ def sign(place: Place, runs: list[str]) -> None:
     """Writes the list of runs that train there."""
     last_runs = list(dict.fromkeys(reversed(runs)))[:_MAX_OWNERS][::-1]
     try:
-        storage_of(place).put(place / OWNERS, msgspec.json.encode(Owners.of(last_runs)) + b"\n")
+        storage_of(place).put(place / OWNERS_FILE, msgspec.json.encode(Owners.of(last_runs)) + b"\n")
     except OSError as error:
         if isinstance(place, RemotePlace):
-            raise UserError(f"cannot write {place / OWNERS}: {error.strerror}", "file.write") from None
-        raise cannot_write(place / OWNERS, error) from None
+            raise UserError(f"cannot write {place / OWNERS_FILE}: {error.strerror}", "file.write") from None
+        raise cannot_write(place / OWNERS_FILE, error) from None
 
 
 def _existing(job: Job) -> list[Path]:

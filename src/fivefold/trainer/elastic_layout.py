@@ -20,8 +20,9 @@ from fivefold.job.config import Job
 from fivefold.launch.local import gpus_here
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import simplest
+from fivefold.planner.option import Option
 from fivefold.planner.plan import fixed_choices, workload_of
-from fivefold.planner.search import FIXED, Option, TooLarge, search
+from fivefold.planner.search import FIXABLE, TooLarge, search
 from fivefold.support.errors import UserError
 
 # ---- the cluster ----------------------------------------------------------------------------------------------------
@@ -78,7 +79,7 @@ class ElasticLayout:
 
 
 def choose(job: Job, ranks: int, per_node: int) -> ElasticLayout:
-    """The layout of the job on so many ranks, `per_node` of which share a machine.
+    """The layout of the job on so many ranks, with `per_node` on each machine.
 
     Raises UserError if no layout is within `elastic.least` and `elastic.fixed`.
     """
@@ -129,7 +130,7 @@ def _check_settings(job: Job, layout: Layout) -> None:
         fixed = fixed_choices(job.elastic.fixed)
     except UserError as error:
         raise UserError(error.framed(f"elastic.fixed={job.elastic.fixed!r}: ")) from None
-    own = {key: getattr(layout, key) for key in fixed if key in FIXED and key != "samples"}
+    own = {key: getattr(layout, key) for key in fixed if key in FIXABLE and key != "samples"}
     if conflicts := [f"{key}={value}" for key, value in own.items() if fixed[key] != value]:
         raise UserError(
             f"elastic.fixed={job.elastic.fixed!r} is for every layout, and the job's own has {conflicts[0]}",

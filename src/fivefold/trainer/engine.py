@@ -121,7 +121,7 @@ class ExpertLoads:
 class RankModel:
     """A job's model on this rank: its stages, their weights and buffers, and the pipeline that runs them.
 
-    `watch` returns a context manager for every action of the pipeline; `attention` replaces that of the layout.
+    `watch` returns a context manager for every action of the pipeline; `attention` replaces the layout's.
     """
 
     def __init__(self, job: Job, mesh: Mesh, watch: Watch | None = None, attention: AttentionOps | None = None):

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fivefold.checkpoint.filesystem import storage_of
-from fivefold.checkpoint.find import one_of, reachable, store_of
+from fivefold.checkpoint.find import checkpoint_at, reachable, store_of
 from fivefold.checkpoint.inspect import CheckpointContents, show_checkpoint
+from fivefold.checkpoint.storage import storage_of
 from fivefold.render.blocks import Block, Result, Text
 from fivefold.render.scene import Scene
 from fivefold.support.errors import UserError
-from fivefold.support.places import Place, place_of
-from fivefold.trainer.records import METRICS
+from fivefold.support.storage_place import Place, place_of
+from fivefold.trainer.records import METRICS_FILE
 from fivefold.trainer.result import ExpertsResult, TrainResult
 from fivefold.trainer.resuming import model_with_experts
 
@@ -56,7 +56,7 @@ class InspectResult(Result):
 def inspect(run: str | Place, step: int | None = None) -> InspectResult:
     """The contents of a run, by directory or URL, with its newest checkpoint or that of `step`; or a checkpoint's."""
     place = place_of(run)
-    if one_of(place) or not isinstance(place, Path) or not (place / METRICS).is_file():
+    if checkpoint_at(place) or not isinstance(place, Path) or not (place / METRICS_FILE).is_file():
         return InspectResult(None, None, show_checkpoint(place, step))
     try:
         trained, notes = TrainResult.read(place), list[str]()
@@ -71,7 +71,7 @@ def inspect(run: str | Place, step: int | None = None) -> InspectResult:
 
 def _has_checkpoints(place: Path) -> bool:
     with reachable(place):
-        return storage_of(place).holds(place / "checkpoints") and bool(store_of(place).complete())
+        return storage_of(place).folder_exists(place / "checkpoints") and bool(store_of(place).complete())
 
 
 def _experts(place: Path, notes: list[str]) -> ExpertsResult | None:

@@ -24,16 +24,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.traffic import TrafficCounter
+from fivefold.parallel.traffic_counter import TrafficCounter
 from fivefold.render.blocks import Block, Table, Text
 from fivefold.support.text import bytes_text
 from fivefold.trainer.engine import Engine
 
 _aten = torch.ops.aten
-_DEVICE = torch.ops.prim.device.default
-_SDPA = ("flash_attention_for_cpu", "flash_attention", "cudnn_attention", "efficient_attention")
-_ATTENTION = {getattr(_aten, f"_scaled_dot_product_{kernel}") for kernel in _SDPA} | {_aten._flash_attention_forward}
-_ATTENTION_BACKWARD = {getattr(_aten, f"_scaled_dot_product_{kernel}_backward") for kernel in _SDPA}
+_DEVICE_OP = torch.ops.prim.device.default
+_SDPA_KERNELS = ("flash_attention_for_cpu", "flash_attention", "cudnn_attention", "efficient_attention")
+_ATTENTION_OPS = {getattr(_aten, f"_scaled_dot_product_{kernel}") for kernel in _SDPA_KERNELS} | {
+    _aten._flash_attention_forward
+}
+_ATTENTION_BACKWARD = {getattr(_aten, f"_scaled_dot_product_{kernel}_backward") for kernel in _SDPA_KERNELS}
 _ATTENTION_BACKWARD.add(_aten._flash_attention_backward)
 
 
@@ -58,7 +60,7 @@ class Ledger(TorchDispatchMode):
     """Counts while it is entered, and begins with the tensors of the engine's state, which exist by then."""
 
     def __init__(self, engine: Engine, counter: TrafficCounter | None = None):
-        """`counter` counts every operator, too: two nested dispatch modes would take twice the time."""
+        """`counter` also counts every operator: two nested dispatch modes would take twice the time."""
         super().__init__()
         self.engine, self.counter = engine, counter
         self.held = self.peak = self.moment_peak = 0
@@ -79,7 +81,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is not _DEVICE:  # half of all operators on fake tensors, and it makes no tensor
+        if func is not _DEVICE_OP:  # half of all operators on fake tensors, and it makes no tensor
             results = (result,) if isinstance(result, Tensor) else tree_leaves(result)
             self._add_tensors(leaf for leaf in results if isinstance(leaf, Tensor))
             self.flops += flops_of(func, args, kwargs or {}, result)
@@ -161,7 +163,7 @@ def _state_of(engine: Engine) -> Iterator[Tensor]:
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     """The FLOPs of a matmul or attention, as executed: a causal mask leaves half of the scores. 0 for others."""
     packet = getattr(func, "overloadpacket", None)
-    if packet in _ATTENTION or packet in _ATTENTION_BACKWARD:
+    if packet in _ATTENTION_OPS or packet in _ATTENTION_BACKWARD:
         backward = packet in _ATTENTION_BACKWARD
         query, key = args[1:3] if backward else args[:2]  # the gradient of the output comes before them
         keys = key.shape[0 if key.ndim == 3 else 2]  # [B, H, S, D]; without a batch, [tokens, H, D]
@@ -181,7 +183,7 @@ class Counted:
 
     The first step also allocates what later ones reuse.
 
-    The counters are those of the dry run, and must agree with it.
+    The dry run uses the same counters, and must agree.
     """
 
     def __init__(self, engine: Engine, mesh: Mesh, enabled: bool, steps: int):

@@ -22,7 +22,7 @@ from fivefold.job.config import Job
 from fivefold.launch import faults, heartbeat
 from fivefold.launch.device import peak_flops, peak_memory
 from fivefold.launch.waits import timed_wait
-from fivefold.launch.watchdog import LONG
+from fivefold.launch.watchdog import BUILD_TIMEOUT
 from fivefold.optim.lr_schedule import learning_rate
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.same_collectives import same_calls
@@ -127,7 +127,7 @@ class Trainer:
         Listeners get no record of a step that is about to be rolled back.
         """
         step, first = self.done + 1, number == 1
-        heartbeat.enter(f"step {step}", least=LONG if first else 0.0)
+        heartbeat.enter(f"step {step}", least=BUILD_TIMEOUT if first else 0.0)
         compared = same_calls(self.mesh) if first and not self.engine.compiled else nullcontext()
         with compared, self.tracer.step(number), self.counted.step(number), self.phases.whole(step):
             record = self.step(step, batch)
@@ -282,8 +282,8 @@ class Trainer:
             next(gradients).fill_(math.nan)
         if kind == "spike":
             for gradient in gradients:
-                gradient.mul_(faults.SPIKE)
-            return loss * faults.SPIKE
+                gradient.mul_(faults.SPIKE_FACTOR)
+            return loss * faults.SPIKE_FACTOR
         return loss
 
     def _print_once(self, sentence: str, kind: str) -> None:
@@ -301,7 +301,7 @@ class Trainer:
         seq, train, valid = self.job.data.seq, self.job.train, self.sources.valid
         if valid is None:
             return None
-        heartbeat.enter(f"the evaluation after step {step}", least=LONG if self.engine.compiled else 0.0)
+        heartbeat.enter(f"the evaluation after step {step}", least=BUILD_TIMEOUT if self.engine.compiled else 0.0)
         samples = min(train.eval_samples, windows(valid.tokens, seq))
         size = max(1, train.batch // self.job.layout.microbatches)
         total, count = 0.0, 0

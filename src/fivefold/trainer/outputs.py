@@ -21,11 +21,11 @@ from fivefold.job.config import Job, to_toml
 from fivefold.job.listeners import LISTENERS, RunListener
 from fivefold.support.errors import Problem, TrainingError, UserError
 from fivefold.support.files import cannot_write, put
-from fivefold.support.text import bytes_text, counted, si
+from fivefold.support.text import bytes_text, plural, si
 from fivefold.tracing.records import Trace
 from fivefold.tracing.result import TraceFile
 from fivefold.trainer.directories import owners, sign
-from fivefold.trainer.records import METRICS, Evaluation, MetricsFile, Step, StepDecision, trim
+from fivefold.trainer.records import METRICS_FILE, Evaluation, MetricsFile, Step, StepDecision, trim
 
 Say = Callable[[str], None]
 
@@ -40,8 +40,10 @@ class Outputs:
         self.listeners: dict[str, RunListener] = {}  # that have raised nothing
         self.runs = owners(directory) or []
         self.description = {"job.toml": to_toml(job), "environment.json": json.dumps(environment, indent=2) + "\n"}
+        for name in _other_plugins(directory / "environment.json", environment):
+            say(f"the code of {name} is not what it was when this run last started")
         self.traced = TraceFile(directory / "trace.json")
-        metrics = directory / METRICS
+        metrics = directory / METRICS_FILE
         try:
             self.handle = os.open(directory, os.O_RDONLY)  # while it is open, no other directory gets its inode number
             self.describe()
@@ -52,7 +54,7 @@ class Outputs:
         for name in job.run.heard:
             self.listeners[name] = self._begun(name, job)
         if damaged:
-            say(f"{metrics}: {counted(damaged, 'line')}, damaged or half written, left out")
+            say(f"{metrics}: {plural(damaged, 'line')}, damaged or half written, left out")
 
     def _begun(self, name: str, job: Job) -> RunListener:
         """A listener that has heard of the start; what it raises ends the run before the first step."""
@@ -61,7 +63,7 @@ class Outputs:
             listener.start(job, self.directory, self.done)
         except (Exception, SystemExit) as error:
             raise UserError(
-                Problem("run.listeners.raised", f"{LISTENERS.setting}: {_raised(name, 'start', error)}")
+                Problem("run.listeners.raised", f"{LISTENERS.setting}: {_listener_error(name, 'start', error)}")
             ) from None
         return listener
 
@@ -72,7 +74,7 @@ class Outputs:
                 getattr(listener, event)(*what)
             except (Exception, SystemExit) as error:
                 del self.listeners[name]
-                self.lost.append(_raised(name, event, error))
+                self.lost.append(_listener_error(name, event, error))
                 self.say(f"{self.lost[-1]}; training continues without it")
 
     def describe(self) -> None:
@@ -130,7 +132,7 @@ class Outputs:
         self.metrics.close()
         self.tell("end", self.done)
         if self.metrics.lost:
-            records = f"{counted(self.metrics.lost, 'record')} of {self.metrics.path}"
+            records = f"{plural(self.metrics.lost, 'record')} of {self.metrics.path}"
             self.lost.append(f"{records} could not be kept: {self.metrics.why}")
 
     def check(self) -> None:
@@ -141,7 +143,7 @@ class Outputs:
             raise TrainingError(f"all steps are done, but {'; '.join(self.lost)}")
 
 
-def _raised(name: str, event: str, error: BaseException) -> str:
+def _listener_error(name: str, event: str, error: BaseException) -> str:
     """What a listener could not do."""
     if name == "tensorboard" and isinstance(error, OSError):
         return f"TensorBoard's file cannot be written: {error.strerror or error}"
@@ -159,7 +161,10 @@ def vanishing(directory: Path) -> TrainingError:
 # The output of a run: a live panel on a terminal, plain lines elsewhere, and a summary at the end.
 
 
-_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille character's dots, by column and row
+_BRAILLE_BITS = (
+    (0x01, 0x02, 0x04, 0x40),
+    (0x08, 0x10, 0x20, 0x80),
+)  # bits of a braille character's dots, by column and row
 
 
 class Display:
@@ -259,7 +264,7 @@ def chart(values: Sequence[float | None], marks: dict[str, float], width: int = 
         y = row_of(sum(in_column) / len(in_column), 4 * height)
         ends = (y, y if previous_y is None else previous_y)
         for dot in range(min(ends), max(ends) + 1):  # dots up to the previous point, so that a steep fall is a line
-            cells[dot // 4][x // 2] |= _DOTS[x % 2][dot % 4]
+            cells[dot // 4][x // 2] |= _BRAILLE_BITS[x % 2][dot % 4]
         previous_y = y
     labels = {0: f"{top:.2f}", height - 1: f"{bottom:.2f}"}
     dashed: dict[int, str] = {}
@@ -271,3 +276,12 @@ def chart(values: Sequence[float | None], marks: dict[str, float], width: int = 
         line = "".join(chr(0x2800 + cell) if cell else "╌" if y in dashed else " " for cell in row_cells)
         lines.append(f"{labels.get(y, ''):>6} {'┼' if y in labels else '│'}{line}{dashed.get(y, '')}")
     return lines
+
+
+def _other_plugins(file: Path, environment: Mapping[str, object]) -> list[str]:
+    """Plugins whose source differs from that of the run's start before; what cannot be read of it says nothing."""
+    try:
+        before, now = (json.loads(text)["plugins"] for text in (file.read_text(), json.dumps(environment)))
+        return [name for name, source in now.items() if before.get(name, source) != source]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return []

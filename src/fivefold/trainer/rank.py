@@ -16,7 +16,7 @@ from fivefold.data.rows import Splits
 from fivefold.job.config import Job
 from fivefold.job.preflight import preflight
 from fivefold.launch import rank_log
-from fivefold.launch.exits import INTERRUPTED, STOPPING, TERMINATED, say, say_ended, signal_name
+from fivefold.launch.exits import INTERRUPTED, STOP_SIGNALS, TERMINATED, say, say_ended, signal_name
 from fivefold.launch.world import World, current_world
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.support.plugins import options
@@ -24,7 +24,7 @@ from fivefold.trainer.records import Listener
 from fivefold.trainer.report import Failed, Finished, RefusedInput, ReportedOutput, ReportWriter
 from fivefold.trainer.resuming import Start
 
-_PATIENCE = 1.0  # seconds for a second Ctrl-C to end in an orderly way
+_SECOND_CTRL_C_WAIT = 1.0  # seconds for a second Ctrl-C to end in an orderly way
 
 
 class RankEnd(NamedTuple):
@@ -47,7 +47,9 @@ def run_rank(
     `tell` prints the answer to a first Ctrl-C; `listeners` of rank 0 get the records of steps.
     """
     second_ends = not world.joined or bool(world.meeting.file)  # other launchers handle a second Ctrl-C themselves
-    stop = _StopSignal(stopping_text(job, second_ends), world, tell)  # before torch is imported, which takes seconds
+    stop = _StopSignal(
+        stopping_text(job, second_ends=second_ends), world, tell
+    )  # before torch is imported, which takes seconds
     from fivefold.trainer.loop import Stopped
     from fivefold.trainer.run import run_job
 
@@ -69,7 +71,7 @@ def run_rank(
         return RankEnd(INTERRUPTED)
 
 
-def stopping_text(job: Job, second_ends: bool = True) -> str:
+def stopping_text(job: Job, *, second_ends: bool = True) -> str:
     """The answer to a first Ctrl-C; `second_ends`: whether a second one ends the run at once."""
     saving = " and its checkpoint" if job.checkpoint.save else ""
     return f"stopping after this step{saving}" + ("; Ctrl-C again ends at once" if second_ends else "")
@@ -83,7 +85,7 @@ class _StopSignal:
 
     def __init__(self, sentence: str, world: World, tell: Callable[[str], None]) -> None:
         self.signal, self.sentence, self.alone, self.tell = 0, sentence, not world.joined, tell
-        for number in STOPPING:
+        for number in STOP_SIGNALS:
             if (
                 signal.getsignal(number) is not signal.SIG_IGN
             ):  # SIGINT is ignored in the background, SIGHUP under nohup
@@ -108,7 +110,7 @@ class _StopSignal:
                 self.tell(self.sentence)
                 self.sentence = ""
             if pressed == 2 and self.alone:
-                threading.Timer(_PATIENCE, os._exit, [INTERRUPTED]).start()
+                threading.Timer(_SECOND_CTRL_C_WAIT, os._exit, [INTERRUPTED]).start()
                 say_ended()
                 return
 
@@ -122,8 +124,9 @@ def train_rank(rank: int, ranks: int, job: Job, start: Start, path: Path) -> Non
     try:
         world = current_world() if ranks > 1 else World()  # one rank joins no rendezvous
         console = Console(
-            file=cast(IO[str], ReportedOutput(report)), highlight=False, quiet=rank > 0, force_terminal=False
-        )
+            file=cast(IO[str], ReportedOutput(report)), highlight=False, quiet=rank > 0,
+            force_terminal=False, force_jupyter=False,
+        )  # fmt: skip
         end = run_rank(job, preflight(job, ranks), world, start, console, report.say, [report])
         if rank == 0:
             report.send(Failed(end.why) if end.code else Finished(str(end.directory)))

@@ -26,7 +26,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The load of experts in a step. Each token counts as often as it visits experts."""
 
     fullest: float  # tokens of the most loaded expert of any layer, over the mean of its layer
-    entropy: float  # of the tokens over a layer's experts, divided by that of an even load; the mean over layers
+    entropy: float  # of the tokens over a layer's experts, relative to an even load; the mean over layers
     balance_loss: float | None = (
         None  # per sequence, the mean over layers, before its factor; 1: even. None: turned off
     )
@@ -47,7 +47,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def evenness(layer: list[int]) -> float:
-    """The entropy of a layer's load divided by that of an even one: 0 if one expert gets all, 1 if all get the same."""
+    """The entropy of a layer's load relative to an even load: 0 if one expert gets all, 1 if all get the same."""
     shares = [tokens / sum(layer) for tokens in layer if tokens]
     return sum(-share * math.log(share) for share in shares) / math.log(len(layer)) if len(layer) > 1 else 1.0
 
@@ -129,7 +129,7 @@ def _number(value: float | None) -> str:
 
 @runtime_checkable
 class Deciding(Protocol):
-    """A listener that gets decisions, too."""
+    """A listener that also gets decisions."""
 
     def on_decision(self, record: StepDecision) -> None: ...
 
@@ -147,12 +147,12 @@ class Listener(Protocol):
 
 
 Record = Step | Evaluation | StepDecision | Judged  # the last in decisions.jsonl alone
-METRICS = "metrics.jsonl"
-_CRC = re.compile(rb',"crc":"([0-9a-f]{8})"}\n?\Z')
-MOST = 1 << 32  # bytes of a file that are read at most, since another process may have written it
-RECENT = 1 << 26  # bytes at its end that are shown: some 150,000 steps
-_MAX_LINE = 1 << 22  # bytes
-_MAX_WAITING = 1 << 24  # bytes of records that wait in memory for free disk space
+METRICS_FILE = "metrics.jsonl"
+_CRC_FIELD = re.compile(rb',"crc":"([0-9a-f]{8})"}\n?\Z')
+MAX_FILE_BYTES = 1 << 32  # a limit, since another process may have written the file
+RECENT_BYTES = 1 << 26  # at the end of the file: some 150,000 steps
+_MAX_LINE_BYTES = 1 << 22
+_MAX_WAITING_BYTES = 1 << 24  # of records that wait in memory for free disk space
 
 
 def to_line(record: Record) -> bytes:
@@ -164,7 +164,7 @@ def from_line(line: bytes) -> Record | None:
     """The record of a line; None if the line is damaged. Lines of earlier releases have no CRC."""
     if not line.lstrip().startswith(b"{"):  # quicker than the decoder
         return None
-    checksum = _CRC.search(line)
+    checksum = _CRC_FIELD.search(line)
     if checksum is None and b'"crc"' in line:
         return None
     if checksum is not None and zlib.crc32(line[: checksum.start()] + b"}") != int(checksum[1], 16):
@@ -178,7 +178,7 @@ def from_line(line: bytes) -> Record | None:
     return record
 
 
-def read(path: Path, most: int = MOST) -> Iterator[tuple[bytes, Record | None]]:
+def read(path: Path, most: int = MAX_FILE_BYTES) -> Iterator[tuple[bytes, Record | None]]:
     """(line, its record or None if damaged), for every line of the file; nothing if there is no file.
 
     Raises UserError if it has more than `most` bytes.
@@ -194,14 +194,14 @@ def read(path: Path, most: int = MOST) -> Iterator[tuple[bytes, Record | None]]:
                 "on without it, and writes a new one",
                 "file.size",
             )
-        while line := file.readline(_MAX_LINE):
+        while line := file.readline(_MAX_LINE_BYTES):
             yield line, from_line(line)
 
 
-def recent(path: Path, most: int = RECENT) -> tuple[list[Record | None], int]:
-    """(records of the file's last `most` bytes, bytes before them that were left out); None for each damaged line.
+def read_recent(path: Path, most: int = RECENT_BYTES) -> tuple[list[Record | None], int]:
+    """(records of the file's last `most` bytes, the number of bytes before them); None for each damaged line.
 
-    For what a person looks at: a long file would take minutes.
+    For commands that show a run: reading a long file would take minutes.
     """
     try:
         raw = open_regular(path)
@@ -210,24 +210,26 @@ def recent(path: Path, most: int = RECENT) -> tuple[list[Record | None], int]:
     with io.BufferedReader(raw) as file:
         start = max(0, os.fstat(raw.fileno()).st_size - most)
         if start:
-            start += len(os.pread(raw.fileno(), _MAX_LINE, start - 1).partition(b"\n")[0])  # to the start of a line
+            start += len(
+                os.pread(raw.fileno(), _MAX_LINE_BYTES, start - 1).partition(b"\n")[0]
+            )  # to the start of a line
         file.seek(start)
-        return [from_line(line) for line in iter(lambda: file.readline(_MAX_LINE), b"")], start
+        return [from_line(line) for line in iter(lambda: file.readline(_MAX_LINE_BYTES), b"")], start
 
 
-def place(record: Record) -> int:
+def step_of(record: Record) -> int:
     """The step after which a record belongs."""
     if isinstance(record, Judged):
         return 0
     return record.place if isinstance(record, StepDecision) else record.step
 
 
-def trim(path: Path, step: int, most: int = MOST) -> tuple[list[Step], int]:
+def trim(path: Path, step: int, most: int = MAX_FILE_BYTES) -> tuple[list[Step], int]:
     """Removes damaged lines and records after `step`. Returns (steps that are left, number of damaged lines)."""
     steps, damaged, changed = [], 0, False
     for line, record in read(path, most):
         damaged += record is None
-        changed |= record is None or place(record) > step or not line.endswith(b"\n")
+        changed |= record is None or step_of(record) > step or not line.endswith(b"\n")
         if isinstance(record, Step) and record.step <= step:
             steps.append(record)
     if changed:
@@ -235,7 +237,7 @@ def trim(path: Path, step: int, most: int = MOST) -> tuple[list[Step], int]:
         half.unlink(missing_ok=True)  # a pipe there would wait for a reader
         with half.open("wb") as file:
             for line, record in read(path, most):
-                if record and place(record) <= step:
+                if record and step_of(record) <= step:
                     file.write(line.rstrip() + b"\n")
         half.rename(path)
     return steps, damaged
@@ -244,8 +246,8 @@ def trim(path: Path, step: int, most: int = MOST) -> tuple[list[Step], int]:
 class MetricsFile:
     """Writes each record at once, so that a killed run keeps what it had.
 
-    Records that cannot be written wait in memory, and training continues. `lost` counts those that did not fit there
-    either, or that were deleted.
+    Records that cannot be written wait in memory, and training continues. `lost` counts the records that did not fit
+    into memory either, or were deleted.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None] = lambda _: None):
@@ -264,7 +266,7 @@ class MetricsFile:
             if not self.why:
                 self.say(f"{self.path} cannot be written: {error.strerror}; its records wait, and training continues")
             self.why = error.strerror or str(error)
-        if len(self.waiting) > _MAX_WAITING:
+        if len(self.waiting) > _MAX_WAITING_BYTES:
             self.lost, self.waiting = self.lost + self.waiting.count(b"\n"), b"\n"  # ends a line that was half written
 
     on_evaluation = on_step

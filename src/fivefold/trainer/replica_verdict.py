@@ -15,7 +15,7 @@ from fivefold.layout.layout import Layout
 # ---- replicas -------------------------------------------------------------------------------------------------------
 
 ReplicaAxes = tuple[str, ...]  # the axes over which a tensor is replicated, such as ("fsdp", "tp"), sorted
-_CHOICES = (
+_WITNESSES = (
     ("", "fsdp", "efsdp"),  # over ZeRO's axis, of dense or of expert weights; "": sharded over it
     ("", "replicate"),  # over the replicas of hybrid sharding
     ("", "tp"),
@@ -24,13 +24,13 @@ _CHOICES = (
 
 
 def replica_axes(axes: Sequence[str], layout: Layout) -> ReplicaAxes:
-    """Those of the axes that have more than one rank."""
+    """The axes that have more than one rank."""
     return tuple(sorted({axis for axis in axes if axis and layout.size(axis) > 1}))
 
 
-def all_replica_axes(layout: Layout, has_experts: bool) -> list[ReplicaAxes]:
+def all_replica_axes(layout: Layout, *, has_experts: bool) -> list[ReplicaAxes]:
     """Those that any tensor of a layout can have, in one order on all ranks: they index what is gathered."""
-    choices = (axes for axes in product(*_CHOICES) if has_experts or "efsdp" not in axes)
+    choices = (axes for axes in product(*_WITNESSES) if has_experts or "efsdp" not in axes)
     distinct = {replica_axes(axes, layout) for axes in choices}
     if has_experts:  # the bias that balances the experts is replicated over the whole stage
         distinct.add(replica_axes(["stage"], layout))
@@ -135,7 +135,7 @@ def corruption_verdict(partner_of: Mapping[int, int], digests: ReplayDigests) ->
     persistent: set[int] = set()
     ambiguous: set[int] = set()
     for pair in persistent_pairs:
-        # Who differs from two others is wrong, unless the other rank of the pair does, too.
+        # Who differs from two others is wrong, unless the other rank of the pair also does.
         in_two_pairs = {rank for rank in pair if sum(rank in other for other in persistent_pairs) > 1}
         if len(in_two_pairs) == 1:
             persistent |= in_two_pairs
@@ -155,21 +155,21 @@ def rank_label(layout: Layout, rank: int) -> str:
     return f"rank {rank} ({place})" if place else f"rank {rank}"
 
 
-def listed(names: Sequence[str], between: str = ", ") -> str:
+def names_text(names: Sequence[str], between: str = ", ") -> str:
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return between.join(names[:_MAX_LISTED]) + more
 
 
 def _rank_labels(layout: Layout, ranks: Sequence[int]) -> str:
-    return listed([rank_label(layout, rank) for rank in ranks], " and ")
+    return names_text([rank_label(layout, rank) for rank in ranks], " and ")
 
 
 def disagreement_message(layout: Layout, found: Disagreement, tensors: list[str]) -> str:
     ranks, verb = _rank_labels(layout, found.minority), "hold" if len(found.minority) > 1 else "holds"
     if found.majority:
-        others = ("ranks " if len(found.majority) > 1 else "rank ") + listed([str(rank) for rank in found.majority])
-        return f"{ranks} {verb} different bits than {others} of {listed(tensors)}"
-    return f"{ranks} should hold the same bits of {listed(tensors)}, but do not; no majority tells who is right"
+        others = ("ranks " if len(found.majority) > 1 else "rank ") + names_text([str(rank) for rank in found.majority])
+        return f"{ranks} {verb} different bits than {others} of {names_text(tensors)}"
+    return f"{ranks} should hold the same bits of {names_text(tensors)}, but do not; no majority tells who is right"
 
 
 def corruption_message(layout: Layout, found: CorruptionVerdict) -> str:

@@ -66,7 +66,7 @@ class ReportWriter:
         self.handle = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def send(self, message: Message) -> None:
-        """Writes a message in one call, so that those of several ranks do not mix. Errors are ignored."""
+        """Writes a message in one call, so that messages of several ranks do not mix. Errors are ignored."""
         with suppress(OSError):
             os.write(self.handle, msgspec.json.encode(message) + b"\n")
 

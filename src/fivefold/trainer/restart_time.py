@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 
 from fivefold.support.files import open_regular
-from fivefold.trainer.records import METRICS, Evaluation, Step
+from fivefold.trainer.records import METRICS_FILE, Evaluation, Step
 from fivefold.trainer.restart_limit import last_recorded_step
 
-FILE = "recoveries.jsonl"
+RECOVERIES_FILE = "recoveries.jsonl"
 _CLOCK_FILES = "/proc/uptime", "/proc/self/stat"
 
 
@@ -74,7 +74,7 @@ class Recovery:
         last = last_recorded_step(directory)
         if not last:
             return None
-        recovery = cls(last, (directory / METRICS).stat().st_mtime, planned, apart, say)
+        recovery = cls(last, (directory / METRICS_FILE).stat().st_mtime, planned, apart, say)
         recovery.directory = directory
         return recovery
 
@@ -101,10 +101,10 @@ class Recovery:
         )
         self.say(f"recovered in {recovered}")
         try:
-            with open_regular(self.directory / FILE, append=True) as file:
+            with open_regular(self.directory / RECOVERIES_FILE, append=True) as file:
                 file.write(msgspec.json.encode(recovered) + b"\n")
         except OSError as error:
-            self.say(f"{FILE} cannot be written: {error.strerror}; training continues without it")
+            self.say(f"{RECOVERIES_FILE} cannot be written: {error.strerror}; training continues without it")
 
     def on_evaluation(self, record: Evaluation) -> None:
         pass

@@ -16,16 +16,16 @@ from fivefold.render.scene import TextMark as Words
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.parsing import path_of
-from fivefold.support.text import bytes_text, counted
+from fivefold.support.text import bytes_text, plural
 from fivefold.trainer.outputs import chart, drawable
-from fivefold.trainer.records import METRICS, Evaluation, Load, Step, StepDecision, evenness, recent
-from fivefold.trainer.resuming import stored_job
+from fivefold.trainer.records import METRICS_FILE, Evaluation, Load, Step, StepDecision, evenness, read_recent
+from fivefold.trainer.resuming import job_of_run
 
-_HEIGHT = 560.0  # of the picture
+_PICTURE_HEIGHT = 560.0  # of the picture
 
 
 def _left_out_text(size: int) -> str:
-    return f"{METRICS} has {bytes_text(size)} more before these steps, which were not read"
+    return f"{METRICS_FILE} has {bytes_text(size)} more before these steps, which were not read"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TrainResult(Result):
 
     @classmethod
     def read(cls, directory: Path) -> "TrainResult":
-        records, left_out = recent(directory / METRICS)
+        records, left_out = read_recent(directory / METRICS_FILE)
         evaluations = [record for record in records if isinstance(record, Evaluation)]
         steps = [record for record in records if isinstance(record, Step)]
         decisions = [record for record in records if isinstance(record, StepDecision)]
@@ -75,7 +75,7 @@ class TrainResult(Result):
         for decision in self.decisions:
             yield Text(str(decision))
         if self.damaged:
-            yield Text(f"{counted(self.damaged, 'line')} of the metrics are damaged and left out")
+            yield Text(f"{plural(self.damaged, 'line')} of the metrics are damaged and left out")
         if self.left_out:
             yield Text(_left_out_text(self.left_out))
         yield Text(f"job, metrics and checkpoints are in {self.directory}")
@@ -87,10 +87,12 @@ class TrainResult(Result):
         if len(known) < 2:
             return None
         first, last = self.steps[0].step, self.steps[-1].step
-        scene = sheet("Loss by step", f"{self.directory}: {last:,} steps, loss {known[-1]:.4f} at the end", _HEIGHT)
+        scene = sheet(
+            "Loss by step", f"{self.directory}: {last:,} steps, loss {known[-1]:.4f} at the end", _PICTURE_HEIGHT
+        )
         low, high = min(known), max(known)
         margin = 0.06 * ((high - low) or 1.0)
-        area = (110, TOP + 6, WIDTH - 110 - MARGIN, _HEIGHT - TOP - 70)  # left, top, width, height
+        area = (110, TOP + 6, WIDTH - 110 - MARGIN, _PICTURE_HEIGHT - TOP - 70)  # left, top, width, height
         plot = Plot(scene, *area, (first, low - margin), (last, high + margin))
         plot.axis_x("step")
         plot.axis_y("loss, nats per token")
@@ -110,7 +112,7 @@ def _loss_text(step: Step) -> str:
 # The load of a run's experts over its steps: a table for people, a picture of every layer and expert, JSON.
 
 
-PICTURE = "load.svg"
+LOAD_PICTURE = "load.svg"
 _BARS = "·▁▂▃▄▅▆▇█"  # no tokens, and up to twice the mean
 _MAX_BARS = 32  # in a row of the table; with more experts, a bar is the fullest of several
 _MAX_COLUMNS, _MAX_ROWS = 80, 320  # cells of the picture
@@ -135,12 +137,12 @@ class ExpertsResult(Result):
     def read(cls, directory: Path, model: ModelSpec) -> "ExpertsResult":
         if model.experts is None:
             raise UserError(f"{model.name}, which {directory} trains, has no experts", "picture.empty")
-        records, left_out = recent(directory / METRICS)
+        records, left_out = read_recent(directory / METRICS_FILE)
         with_load = [record for record in records if isinstance(record, Step) and record.load is not None]
         shape = [model.experts.count] * len(model.routed_layers)
         complete = [step for step in with_load if [len(layer) for layer in _tokens(step)] == shape]
         if not complete:
-            damaged = counted(records.count(None), "line")
+            damaged = plural(records.count(None), "line")
             why = f"; {damaged} of its metrics.jsonl cannot be read" if None in records else " yet"
             raise UserError(f"{directory} has no step with a load{why}", "picture.empty")
         most_uneven = max(with_load, key=lambda step: _load(step).fullest)
@@ -192,7 +194,7 @@ class ExpertsResult(Result):
         load = _load(self.most_uneven)
         yield Text(
             f"The fullest expert of all steps had {_times(load.fullest)} the mean of its layer, in step "
-            f"{self.most_uneven.step}; {counted(self.dropped, 'token')} dropped."
+            f"{self.most_uneven.step}; {plural(self.dropped, 'token')} dropped."
         )
         if self.left_out:
             yield Text(_left_out_text(self.left_out))
@@ -214,7 +216,7 @@ class ExpertsResult(Result):
             top = TOP + row * band_height
             if row % label_every == 0:
                 scene.shapes.append(Words(_LEFT - 10, top + band_height / 2, f"layer {layer}", SMALL, "end", GREY))
-            grid = [_thinned(_relative_loads(column[row]), lines) for column in columns]
+            grid = [_max_of_groups(_relative_loads(column[row]), lines) for column in columns]
             for line in range(lines):
                 scene.shapes += _line([_colour(loads[line]) for loads in grid], top + line * high, high)
         bottom = TOP + len(self.layers) * band_height
@@ -228,7 +230,7 @@ class ExpertsResult(Result):
         count = min(_MAX_COLUMNS, len(self.steps))
         cuts = [len(self.steps) * number // count for number in range(count + 1)]
         groups = (self.steps[start:stop] for start, stop in pairwise(cuts))
-        return [_summed([_tokens(step) for step in group]) for group in groups]
+        return [_sum_counts([_tokens(step) for step in group]) for group in groups]
 
 
 def experts(run: str | Path) -> ExpertsResult:
@@ -239,10 +241,10 @@ def experts(run: str | Path) -> ExpertsResult:
     2
     """
     directory = path_of(str(run))
-    if not (directory / METRICS).is_file():
+    if not (directory / METRICS_FILE).is_file():
         raise UserError(f"{directory} is not the directory of a run: it has no metrics.jsonl", "run.missing")
     try:
-        return ExpertsResult.read(directory, stored_job(directory).model)
+        return ExpertsResult.read(directory, job_of_run(directory).model)
     except OSError as error:
         raise UserError(f"{error.filename or directory} cannot be read: {error.strerror}", "file.read") from None
 
@@ -256,7 +258,7 @@ def _tokens(step: Step) -> TokenCounts:
     return _load(step).tokens or []
 
 
-def _summed(steps: list[TokenCounts]) -> TokenCounts:
+def _sum_counts(steps: list[TokenCounts]) -> TokenCounts:
     return [[sum(expert) for expert in zip(*layer, strict=True)] for layer in zip(*steps, strict=True)]
 
 
@@ -272,11 +274,12 @@ def _times(load: float) -> str:
 
 def _bars(layer: list[int]) -> str:
     return "".join(
-        _BARS[min(8, math.ceil(4 * load))] for load in _thinned(_relative_loads(layer), min(_MAX_BARS, len(layer)))
+        _BARS[min(8, math.ceil(4 * load))]
+        for load in _max_of_groups(_relative_loads(layer), min(_MAX_BARS, len(layer)))
     )
 
 
-def _thinned(loads: list[float], count: int) -> list[float]:
+def _max_of_groups(loads: list[float], count: int) -> list[float]:
     """`count` values, each the largest of a group of neighbours."""
     cuts = [len(loads) * number // count for number in range(count + 1)]
     return [max(loads[start:stop]) for start, stop in pairwise(cuts)]

@@ -1,7 +1,7 @@
 """Resuming a run: `fivefold train runs/first`, and a start by hand whose job has the name of an earlier run.
 
-job = stored_job(Path("runs/first"), ["train.steps=80"])     # the job of that directory, changed
-refused(Path("runs/first"), job, sources, named=True)        # why the run cannot continue with it
+job = job_of_run(Path("runs/first"), ["train.steps=80"])     # the job of that directory, changed
+resume_refusals(Path("runs/first"), job, sources, named=True)    # why the run cannot continue with it
 """
 
 import copy
@@ -15,24 +15,24 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from fivefold.checkpoint.find import find, reachable, run_of, store_of, stored
-from fivefold.checkpoint.hf_extras import TOKENIZERS
+from fivefold.checkpoint.find import find, reachable, run_of, store_of, stored_job
+from fivefold.checkpoint.hf_extras import TOKENIZER_FILES
 from fivefold.checkpoint.manifest import MANIFEST, Checkpoint, Damaged
 from fivefold.checkpoint.store import Store
-from fivefold.data.index import TOKENIZER
+from fivefold.data.index import TOKENIZER_FILE
 from fivefold.data.rows import Splits
-from fivefold.data.tokenizer import foreign
-from fivefold.job.config import NAMING, Job, RunConfig, installed, resolve
-from fivefold.job.resume_rules import NEVER, Change, changes, refusals
+from fivefold.data.tokenizer import tokenizer_mismatches
+from fivefold.job.config import NAMING_PREFIXES, Job, RunConfig, installed_job, resolve
+from fivefold.job.resume_rules import NEVER, Change, changes, resume_problems
 from fivefold.spec.hf import END_NAMED_IN, HF_CONFIG
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Note, UserError
 from fivefold.support.parsing import Missing, path_of, read_toml
-from fivefold.support.places import Place, RemotePlace, place_of
+from fivefold.support.storage_place import Place, RemotePlace, place_of
 from fivefold.support.text import did_you_mean
-from fivefold.trainer.directories import JOB, chosen, complete, earlier
+from fivefold.trainer.directories import JOB_FILE, complete, earlier, existing_run_directory
 
-SCHEDULE = "schedule.txt"  # a pipeline schedule that the job took from a file
+SCHEDULE_FILE = "schedule.txt"  # a pipeline schedule that the job took from a file
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Start:
 
     def checked(self, job: Job, sources: Splits) -> Path | None:
         """The directory in which the job continues; None for a new one. UserError if the job does not fit the run."""
-        directory = self.named or chosen(job, self.fresh)
+        directory = self.named or existing_run_directory(job, fresh=self.fresh)
         if directory is None:
             if problems := misbegun(job, sources):
                 raise UserError(problems, "run.weights.refused")
             return None
-        problems = refused(directory, job, sources, named=self.named is not None)
+        problems = resume_refusals(directory, job, sources, named=self.named is not None)
         if problems and not self.named and (own := earlier(job, directory)):
-            directory, problems = own, refused(own, job, sources, named=False)
+            directory, problems = own, resume_refusals(own, job, sources, named=False)
         if problems:
             raise UserError(problems, "run.resume.weights")
         return directory
@@ -66,7 +66,7 @@ def run_named(word: str | None) -> Place | None:
         return None
     if not os.path.isdir(path):
         near = str(path_of(RunConfig().dir) / path)  # its name alone; an example or a recipe may have the same
-        same = len(path.parts) == 1 and near in _runs(path_of(RunConfig().dir)) and not installed(path)
+        same = len(path.parts) == 1 and near in _runs(path_of(RunConfig().dir)) and not installed_job(path)
         others = [near] if same else _runs(path.parent) if len(path.parts) > 1 else []
         if path.suffix != ".toml" and others:
             raise UserError(
@@ -83,11 +83,11 @@ def run_named(word: str | None) -> Place | None:
             f"newest ({newest}), and 'fivefold checkpoint reshard {run}{step} --layout dp=1 -o NEW' makes a run of one",
             "run.resume.checkpoint",
         )
-    if not (path / JOB).exists() and not newest_of(Store(path / "checkpoints").complete()):
+    if not (path / JOB_FILE).exists() and not newest_of(Store(path / "checkpoints").complete()):
         others = _runs(path) or _runs(path.parent)
         known = f"; there is: {', '.join(others[:5])}" if others else ""
         raise UserError(
-            f"{path} is not the directory of a run: it has neither {JOB} nor a checkpoint{known}", "run.missing"
+            f"{path} is not the directory of a run: it has neither {JOB_FILE} nor a checkpoint{known}", "run.missing"
         )
     return path
 
@@ -97,15 +97,17 @@ def directory_named(run: Place | None, job: Job) -> Path | None:
     return path_of(job.run.dir) / job.run.name if isinstance(run, RemotePlace) else run
 
 
-def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
-    """The job of a run's directory, with KEY=VALUE changes; for a URL, that of the newest checkpoint.
+def job_of_run(directory: Place, words: Sequence[str] = ()) -> Job:
+    """The job of a run's directory, with KEY=VALUE changes; for a URL, the job of the newest checkpoint.
 
-    Its run.dir and run.name are those of the directory, which may have been moved or renamed.
+    run.dir and run.name are set to the directory, which may have been moved or renamed.
     """
     places = ("run=", "run.name=", "checkpoint.url=" if isinstance(directory, RemotePlace) else "run.dir=")
     if moved := [word for word in words if word.startswith(places)]:
         way_out = (
-            "--fresh" if isinstance(directory, RemotePlace) else f"'fivefold train {directory / JOB} run.name=NAME'"
+            "--fresh"
+            if isinstance(directory, RemotePlace)
+            else f"'fivefold train {directory / JOB_FILE} run.name=NAME'"
         )
         raise UserError(
             f"{moved[0]} is not {directory}, in which the run resumes; a run of its own with the same job is {way_out}",
@@ -116,35 +118,35 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
             newest = newest_of(store_of(directory).complete())
         if newest is None:
             raise UserError(f"{directory} has no checkpoint to resume from", "checkpoint.none")
-        table = msgspec.to_builtins(stored(newest))
+        table = msgspec.to_builtins(stored_job(newest))
         table["run"]["name"], table["checkpoint"]["url"] = directory.name, str(directory.parent)
         return resolve(table, words, stored=True)
     table = _table(directory)
     absolute = Path(os.path.abspath(directory))
     near = str(directory.parent) if directory.name not in ("", "..") else str(absolute.parent)
     table["run"] = table.get("run", {}) | {"name": absolute.name, "dir": near}
-    if (directory / HF_CONFIG).is_file() and (first := _imported(absolute)):
+    if (directory / HF_CONFIG).is_file() and (first := _imported_checkpoint(absolute)):
         table["run"]["weights"] = str(first)
     layout = table.get("layout", {})
-    if Path(str(layout.get("schedule"))).name == SCHEDULE and (directory / SCHEDULE).is_file():
-        layout["schedule"] = str((directory / SCHEDULE).absolute())
+    if Path(str(layout.get("schedule"))).name == SCHEDULE_FILE and (directory / SCHEDULE_FILE).is_file():
+        layout["schedule"] = str((directory / SCHEDULE_FILE).absolute())
     try:
         resolve(copy.deepcopy(table), stored=True)
-    except UserError as error:  # what may not be imported may be replaced, too
-        if {*error.codes} != {"plugin.untrusted"} or not any(word.startswith(NAMING) for word in words):
-            raise UserError(error.framed(f"{directory / JOB}: ")) from None
+    except UserError as error:  # what may not be imported may also be replaced
+        if {*error.codes} != {"plugin.untrusted"} or not any(word.startswith(NAMING_PREFIXES) for word in words):
+            raise UserError(error.framed(f"{directory / JOB_FILE}: ")) from None
     return resolve(table, words, stored=True)
 
 
 def model_with_experts(directory: Path) -> ModelSpec | None:
-    """The model of a run's directory, if it has experts: of plugins only those of its pattern have to be here."""
+    """The model of a run's directory, if it has experts. Only the plugins of its pattern have to be here."""
     own = {key: value for key, value in _table(directory).items() if key == "model"}
     if isinstance(model := own.get("model"), dict) and not model.keys() & {"experts", "preset", "config"}:
         return None
     try:
         found = resolve(own, stored=True).model
     except UserError as error:
-        raise UserError(error.framed(f"{directory / JOB}: ")) from None
+        raise UserError(error.framed(f"{directory / JOB_FILE}: ")) from None
     return found if found.experts else None
 
 
@@ -153,11 +155,11 @@ def with_moved_weights(job: Job, file: str | Path | None) -> Job:
     run = Path(os.path.abspath(file)).parent if file else Path()
     if not job.run.weights or os.path.exists(path_of(job.run.weights)) or not (file and (run / HF_CONFIG).is_file()):
         return job
-    first = _imported(run)
+    first = _imported_checkpoint(run)
     return replace(job, run=replace(job.run, weights=str(first))) if first else job
 
 
-def _imported(directory: Path) -> Place | None:
+def _imported_checkpoint(directory: Path) -> Place | None:
     """The checkpoint of step 0 of an imported run, in the directory's present place."""
     checkpoints = Store(directory / "checkpoints").complete()
     return next((checkpoint.path for checkpoint in checkpoints if checkpoint.step == 0), None)
@@ -167,18 +169,18 @@ def _table(directory: Path) -> dict[str, Any]:
     """The stored job as a table: from job.toml, or if there is none, from the newest checkpoint."""
     newest = newest_of(Store(directory / "checkpoints").complete())
     try:
-        table = read_toml(directory / JOB)
+        table = read_toml(directory / JOB_FILE)
         if any(not isinstance(table.get(section, {}), dict) for section in ("run", "layout")):
-            raise UserError(f"{directory / JOB} has settings where it should have sections", "file.syntax")
+            raise UserError(f"{directory / JOB_FILE} has settings where it should have sections", "file.syntax")
         return table
     except Missing:
         if newest is None:
             raise UserError(
                 f"{directory} is not a run: it has neither job.toml nor a checkpoint", "run.missing"
             ) from None
-        return msgspec.to_builtins(stored(newest))
+        return msgspec.to_builtins(stored_job(newest))
     except UserError as error:
-        way_out = f"repair or delete it: {newest.path} has the job, too" if newest else "repair it"
+        way_out = f"repair or delete it: {newest.path} also has the job" if newest else "repair it"
         raise UserError(error.framed(after=f"; {way_out}")) from None
 
 
@@ -193,7 +195,7 @@ def newest_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     return None
 
 
-def refused(directory: Path, job: Job, sources: Splits, named: bool) -> list[str]:
+def resume_refusals(directory: Path, job: Job, sources: Splits, *, named: bool) -> list[str]:
     """Why the run of a directory cannot continue with a job, or was probably not meant to; [] if it can."""
     checkpoints = complete(job, directory)
     newest = newest_of(checkpoints)
@@ -208,21 +210,23 @@ def refused(directory: Path, job: Job, sources: Splits, named: bool) -> list[str
             "so, and run.name=NAME or --fresh trains random ones in a directory of its own"
         ]
     changed, done = differences(newest, job, sources), newest.manifest.step
-    return refusals(stored(newest), job, done, changed, directory, named) + _foreign(directory, sources)
+    return resume_problems(stored_job(newest), job, done, changed, directory, named=named) + _foreign(
+        directory, sources
+    )
 
 
 def misbegun(job: Job, sources: Splits) -> list[str]:
     """Why a new run cannot start from the weights that its job names."""
     if not job.run.weights:
         return []
-    way_out = "run.weights=RUN takes those of another run, and run.weights= random ones"
+    way_out = "run.weights=RUN starts from another run's weights, and run.weights= from random ones"
     try:
         weights = find(job.run.weights)
-        before = stored(weights)
+        before = stored_job(weights)
     except UserError as error:
         return error.framed(f"run.weights={job.run.weights}: ", f"; {way_out}")
     if other := [str(change) for change in changes(before, job) if change.rule == NEVER]:
-        return [f"run.weights={job.run.weights} are those of another model: {', '.join(other[:6])}; {way_out}"]
+        return [f"run.weights={job.run.weights} belong to another model: {', '.join(other[:6])}; {way_out}"]
     return _foreign(run_of(weights), sources)
 
 
@@ -230,23 +234,28 @@ def _foreign(run: Place, sources: Splits) -> list[str]:
     """The problems if the data has another tokenizer than the weights of a run."""
     if not isinstance(run, Path):
         return []
-    if (run / HF_CONFIG).is_file() and not (run / TOKENIZER).is_file():
+    if (run / HF_CONFIG).is_file() and not (run / TOKENIZER_FILE).is_file():
         warnings.warn(
-            Note(f"{run} has no {TOKENIZER}: nothing shows whether these tokens are those of its model"), stacklevel=2
+            Note(f"{run} has no {TOKENIZER_FILE}: nothing shows whether its model has these tokens"),
+            stacklevel=2,
         )
-    return [problem for store in sources.stores for problem in foreign(run, store.path, TOKENIZERS, END_NAMED_IN)]
+    return [
+        problem
+        for store in sources.stores
+        for problem in tokenizer_mismatches(run, store.path, TOKENIZER_FILES, END_NAMED_IN)
+    ]
 
 
 def differences(checkpoint: Checkpoint, job: Job, sources: Splits) -> list[Change]:
     """The changes of the job since the checkpoint, and of the data."""
-    return changes(stored(checkpoint), job, (checkpoint.manifest.data, sources.fingerprint))
+    return changes(stored_job(checkpoint), job, (checkpoint.manifest.data, sources.fingerprint))
 
 
 def misfits(checkpoint: Checkpoint, job: Job) -> list[str]:
     """Why a job cannot load a checkpoint: its model differs; [] if it can."""
-    before = stored(checkpoint)
-    return refusals(before, job, 0, changes(before, job), checkpoint.path, named=False)
+    before = stored_job(checkpoint)
+    return resume_problems(before, job, 0, changes(before, job), checkpoint.path, named=False)
 
 
 def _runs(parent: Path) -> list[str]:
-    return sorted(str(other.parent) for other in parent.glob(f"*/{JOB}")) if parent.is_dir() else []
+    return sorted(str(other.parent) for other in parent.glob(f"*/{JOB_FILE}")) if parent.is_dir() else []

@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from fivefold.checkpoint.find import find, run_of, stored
-from fivefold.checkpoint.hf_extras import carry
+from fivefold.checkpoint.find import find, run_of, stored_job
+from fivefold.checkpoint.hf_extras import copy_extras
 from fivefold.checkpoint.manifest import Checkpoint
 from fivefold.data.corpus import entropy
 from fivefold.data.rows import Splits
@@ -37,7 +37,7 @@ from fivefold.launch.device import (
 from fivefold.launch.exits import lost_peer
 from fivefold.launch.group import tell_spares
 from fivefold.launch.handshake import claim, ranks_text, short
-from fivefold.launch.watchdog import LONG, watched
+from fivefold.launch.watchdog import BUILD_TIMEOUT, watch
 from fivefold.machines.examine import before_step_1
 from fivefold.model.compiler import compilation
 from fivefold.parallel.control import Control
@@ -48,28 +48,28 @@ from fivefold.render.paint import to_svg
 from fivefold.schedules.text import save
 from fivefold.support.errors import PeerLost, TrainingError, UserError
 from fivefold.support.files import cannot_write, put
-from fivefold.support.plugins import blamed, options
-from fivefold.support.text import counted, graphs_text, si
+from fivefold.support.plugins import digests, options, plugin_error
+from fivefold.support.text import graphs_text, plural, si
 from fivefold.trainer.checkpointing import Checkpoints
-from fivefold.trainer.directories import JOB, complete, entered, store, trained
+from fivefold.trainer.directories import JOB_FILE, complete, enter_directory, has_trained, store
 from fivefold.trainer.directories import claim as claim_directory
 from fivefold.trainer.loop import Stopped, Trainer
 from fivefold.trainer.outputs import Display, Outputs, vanishing
 from fivefold.trainer.records import Evaluation, Listener
 from fivefold.trainer.restart_limit import count_start
 from fivefold.trainer.restart_time import Recovery
-from fivefold.trainer.result import PICTURE, ExpertsResult
-from fivefold.trainer.resuming import SCHEDULE, Start, differences
-from fivefold.trainer.spikes import NAME as DECISIONS
-from fivefold.trainer.spikes import KnownDecisions, known
+from fivefold.trainer.result import LOAD_PICTURE, ExpertsResult
+from fivefold.trainer.resuming import SCHEDULE_FILE, Start, differences
+from fivefold.trainer.spikes import DECISIONS_FILE as DECISIONS
+from fivefold.trainer.spikes import KnownDecisions, read_decisions
 from fivefold.version import __version__
 
 # ---- sharing --------------------------------------------------------------------------------------------------------
 # Whether all nodes of a run see its directory, before the first step: all ranks write into its checkpoints.
 
 
-_SETTLES = 10.0  # seconds: a network file system may show a new directory late
-_NAMED = 8  # nodes
+_DIRECTORY_WAIT = 10.0  # seconds: a network file system may show a new directory late
+_MAX_NAMED_NODES = 8  # nodes
 
 
 def mark(directory: Path) -> Path:
@@ -84,7 +84,7 @@ def mark(directory: Path) -> Path:
 
 def check_shared(marked: Path, control: Control) -> None:
     """Collective: all ranks look for rank 0's mark, which is then removed. If one does not see it, all end."""
-    blind = "" if _sees(marked, time.monotonic() + _SETTLES) else str(marked.parent.absolute())
+    blind = "" if _sees(marked, time.monotonic() + _DIRECTORY_WAIT) else str(marked.parent.absolute())
     sights = control.gather_values((platform.node(), blind), tuple[str, str])
     problem = blind_nodes(sights)
     if control.rank == 0:
@@ -113,10 +113,10 @@ def blind_nodes(sights: list[tuple[str, str]]) -> str:
         f"{short(host)} ({ranks_text([rank for _, _, rank in ranks])}) does not see it at {where}"
         for (host, where), ranks in groupby(blind, lambda row: row[:2])
     ]
-    more = f"; {len(nodes) - _NAMED} more nodes do not" if len(nodes) > _NAMED else ""
+    more = f"; {len(nodes) - _MAX_NAMED_NODES} more nodes do not" if len(nodes) > _MAX_NAMED_NODES else ""
     return (
-        f"{short(sights[0][0])} (rank 0) has made the run's directory, and {'; '.join(nodes[:_NAMED])}{more}. All "
-        "ranks write checkpoints into it: set run.dir to a directory of a file system that all nodes share, or "
+        f"{short(sights[0][0])} (rank 0) has made the run's directory, and {'; '.join(nodes[:_MAX_NAMED_NODES])}{more}"
+        ". All ranks write checkpoints into it: set run.dir to a directory of a file system that all nodes share, or "
         "checkpoint.url to object storage"
     )
 
@@ -125,7 +125,7 @@ def blind_nodes(sights: list[tuple[str, str]]) -> str:
 
 
 T = TypeVar("T")
-_COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: about a second
+_MAX_COUNTED_TOKENS = 1 << 26  # tokens up to which the corpus is counted before a run: about a second
 
 
 def run_job(
@@ -140,13 +140,13 @@ def run_job(
     """Train, and return the run's directory. Rank 0 alone prints, and tells `listeners` of its steps. `stopping`:
     whether this rank was asked to stop and save."""
     try:
-        with watched(job.train.timeout, world.rank, world.size):
+        with watch(job.train.timeout, world.rank, world.size):
             return _run_job(job, sources, world, console, start, stopping, listeners)
     except (Exception, SystemExit) as error:
         why = lost_peer(error) if world.size > 1 and isinstance(error, RuntimeError) else None
         if why is not None:
             raise PeerLost(f"rank {world.rank} lost its connection to another rank: {why}") from error
-        if (of_plugin := blamed(error)) is not None:
+        if (of_plugin := plugin_error(error)) is not None:
             raise of_plugin from error
         if isinstance(error, SystemExit) and not error.code:  # it would end the process as if all steps were done
             raise TrainingError(f"{type(error).__name__}: {error.code} was raised before the last step") from error
@@ -204,10 +204,10 @@ class _RankRun:
         """Collective: rank 0 claims the run's directory, and all ranks see it."""
         job, world = self.job, self.world
         control = self.control = leaving.enter_context(closing(Control(self.mesh, job.train.timeout)))
-        claimed, self.again = _agreed(control, lambda: _begun(job, self.sources, start)) or (Path(), False)
+        claimed, self.again = _on_rank_0(control, lambda: _begun(job, self.sources, start)) or (Path(), False)
         directory = self.directory = control.broadcast_value(claimed, Path)
         if world.apart and job.checkpoint.save and not job.checkpoint.url:
-            marked = control.broadcast_value(_agreed(control, lambda: mark(directory)) or Path(), Path)
+            marked = control.broadcast_value(_on_rank_0(control, lambda: mark(directory)) or Path(), Path)
             check_shared(marked, control)
         if world.joined:
             rank_log.capture(directory / "logs", world)
@@ -217,7 +217,7 @@ class _RankRun:
     def make_trainer(self, leaving: ExitStack) -> None:
         """The model on its ranks, with its checkpoints and watchers; then what a person reads before the first step."""
         job, mesh, control = self.job, self.mesh, self.control
-        heartbeat.enter("the making of the model", least=LONG)
+        heartbeat.enter("the making of the model", least=BUILD_TIMEOUT)
         trainer = self.trainer = Trainer(job, self.sources, mesh)
         same_order(control, mesh, trainer.engine.communication_order)
         trainer.guard.watch(leaving.enter_context(closing(Control(mesh, job.train.timeout))), self.note)
@@ -232,7 +232,7 @@ class _RankRun:
         """Load what there is, and say from where, and what differs from the run so far."""
         trainer, console, world, note = self.trainer, self.console, self.world, self.note
         self.recovery = _recovery(self.directory, world, note) if self.again else None
-        decided = _agreed(self.control, lambda: _decided(self.directory, note)) or KnownDecisions()
+        decided = _on_rank_0(self.control, lambda: _earlier_decisions(self.directory, note)) or KnownDecisions()
         trainer.policy.say = note
         trainer.policy.learn(self.control.broadcast_value(decided, KnownDecisions))
         trainer.policy.directory = self.directory if world.rank == 0 else None
@@ -253,8 +253,8 @@ class _RankRun:
         """Whether no step is left; says so, and how to go on."""
         if self.trainer.done < self.job.train.steps:
             return False
-        before = stored(self.begun) if self.begun else self.job
-        self.console.print(finished(self.directory, before, self.trainer.done), soft_wrap=True, markup=False)
+        before = stored_job(self.begun) if self.begun else self.job
+        self.console.print(finished_sentence(self.directory, before, self.trainer.done), soft_wrap=True, markup=False)
         if self.world.rank == 0:
             tell_spares()
         return True
@@ -263,13 +263,13 @@ class _RankRun:
         """All steps that are left; rank 0 writes and shows them, and tells `listeners`."""
         job, trainer, console = self.job, self.trainer, self.console
         facts = environment(self.mesh, self.sources)
-        outputs = _agreed(self.control, lambda: Outputs(self.directory, job, facts, trainer.done, self.note))
+        outputs = _on_rank_0(self.control, lambda: Outputs(self.directory, job, facts, trainer.done, self.note))
         trainer.stopping = lambda: stopping() or (outputs is not None and outputs.vanished())
         if outputs is None:
             self._steps([])
             return
         self.checkpointing.on_saved = outputs.on_checkpoint
-        say(console, "run", f"{self.directory}; every setting: {self.directory / JOB}")
+        say(console, "run", f"{self.directory}; every setting: {self.directory / JOB_FILE}")
         marks = show_corpus(console, self.sources)
         if self.slow:
             self.note(self.slow)
@@ -326,20 +326,20 @@ def _show_load(console: Console, outputs: Outputs, job: Job, directory: Path) ->
     """The load of the experts, and its picture."""
     with suppress(UserError):  # the metrics were lost, and that has been said
         load = ExpertsResult.read(directory, job.model)
-        outputs.keep(directory / PICTURE, lambda: put(directory / PICTURE, to_svg(load.scene())))
+        outputs.keep(directory / LOAD_PICTURE, lambda: put(directory / LOAD_PICTURE, to_svg(load.scene())))
         render(load.blocks(), console, width_of(console))
 
 
 def _recovery(directory: Path, world: worlds.World, say: Callable[[str], None]) -> Recovery | None:
     """The timing of a restart, on rank 0 of a run that a launcher has restarted."""
-    planned = float(os.environ.get(worlds.PLANNED, 0))
+    planned = float(os.environ.get(worlds.PLANNED_ENV, 0))
     recovery = Recovery.after_restart(directory, planned, world.apart or not world.meeting.file, say)
     if recovery is not None:
         recovery.loads()
     return recovery
 
 
-def _agreed(control: Control, do: Callable[[], T]) -> T | None:
+def _on_rank_0(control: Control, do: Callable[[], T]) -> T | None:
     """What rank 0 got by doing it. If it cannot, all ranks end alike, and rank 0 says why."""
     done, problems = None, []
     if control.rank == 0:
@@ -356,28 +356,30 @@ def _begun(job: Job, sources: Splits, start: Start) -> tuple[Path, bool]:
     """The run's directory, claimed, and whether a launcher starts the run again. A schedule from a file is kept in it,
     so that the run resumes without the file."""
     chosen = start.checked(job, sources)
-    again = worlds.starts_before() > 0 or (worlds.PLANNED in os.environ and chosen is not None and trained(job, chosen))
-    directory = entered(job, chosen)
+    again = worlds.starts_before() > 0 or (
+        worlds.PLANNED_ENV in os.environ and chosen is not None and has_trained(job, chosen)
+    )
+    directory = enter_directory(job, chosen)
     claim_directory(directory)
     if job.run.weights and not complete(job, directory):
         try:
-            carry(run_of(find(job.run.weights)), directory)
+            copy_extras(run_of(find(job.run.weights)), directory)
         except OSError as error:
             raise cannot_write(directory, error) from None
-    count_start(directory, again, job.train.steps)
+    count_start(directory, again=again, steps=job.train.steps)
     if schedule := job.layout.record.schedule:
-        save(schedule, directory / SCHEDULE)
+        save(schedule, directory / SCHEDULE_FILE)
     return directory, again
 
 
-def _decided(directory: Path, note: Callable[[str], None]) -> KnownDecisions:
+def _earlier_decisions(directory: Path, note: Callable[[str], None]) -> KnownDecisions:
     """What earlier starts have decided about steps."""
     try:
-        decisions = known(directory)
+        decisions = read_decisions(directory)
     except OSError as error:
         raise cannot_write(Path(error.filename or directory), error) from None
     if decisions.damaged:
-        note(f"{directory / DECISIONS}: {counted(decisions.damaged, 'line')}, damaged or half written, left out")
+        note(f"{directory / DECISIONS}: {plural(decisions.damaged, 'line')}, damaged or half written, left out")
     return decisions
 
 
@@ -385,7 +387,7 @@ def _with_its_schedule(job: Job, directory: Path) -> Job:
     """The job with the schedule that was kept."""
     if job.layout.record.schedule is None:
         return job
-    kept = str((directory / SCHEDULE).absolute())
+    kept = str((directory / SCHEDULE_FILE).absolute())
     return msgspec.structs.replace(job, layout=msgspec.structs.replace(job.layout, schedule=kept))
 
 
@@ -401,6 +403,7 @@ def environment(mesh: Mesh, sources: Splits) -> dict[str, object]:
         "ranks": mesh.world.size,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "data": sources.where,
+        "plugins": digests(),
     }
 
 
@@ -412,9 +415,9 @@ def show_job(console: Console, job: Job, mesh: Mesh) -> None:
         size += f", {si(model.active_parameters)} active"
     lines = {
         f"fivefold {__version__}": f"{model.name}, {size}",
-        "train": f"{counted(train.steps, 'step')} of {counted(train.batch, 'sequence')} of {job.data.seq} tokens; "
+        "train": f"{plural(train.steps, 'step')} of {plural(train.batch, 'sequence')} of {job.data.seq} tokens; "
         f"{optimizer.name}, lr {optimizer.lr:g}, {optimizer.schedule}",
-        "layout": f"{job.layout}: {counted(mesh.world.size, 'rank')} on {_device(mesh)}, {train.dtype}",
+        "layout": f"{job.layout}: {plural(mesh.world.size, 'rank')} on {_device(mesh)}, {train.dtype}",
     }
     for name, text in lines.items():
         say(console, name, text)
@@ -434,7 +437,7 @@ def show_changes(console: Console, changes: list[Change]) -> None:
         console.print(Text.assemble(("changed", "bold"), f"  {change}"), soft_wrap=True)
 
 
-def finished(directory: Path, job: Job, done: int) -> str:
+def finished_sentence(directory: Path, job: Job, done: int) -> str:
     """A sentence for a run that has nothing left to do, with what goes on with its job and keeps its learning rates."""
     steps = done + job.train.steps
     longer = msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, steps=steps))
@@ -452,7 +455,7 @@ def show_corpus(console: Console, sources: Splits) -> dict[str, float]:
     documents = "" if train.documents is None else f" in {train.documents} documents"
     size = f"  {si(train.tokens)} tokens{documents}, {held_out}  "
     console.print(Text.assemble(("corpus", "bold"), size, (sources.where, "dim")))
-    if train.tokens > _COUNTED:
+    if train.tokens > _MAX_COUNTED_TOKENS:
         return {}
     known = entropy(train)
     marks = {"unigram": known.unigram} | ({"bigram": known.bigram} if known.bigram is not None else {})

@@ -18,7 +18,7 @@ import msgspec
 from fivefold.job.config import WatchConfig
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.support.files import open_regular
-from fivefold.trainer.records import METRICS, Judged, Step, StepDecision, read, to_line, trim
+from fivefold.trainer.records import METRICS_FILE, Judged, Step, StepDecision, read, to_line, trim
 
 _MIN_RISE = 0.05  # relative to the median loss: a smaller rise is no spike, however even the losses are
 
@@ -59,7 +59,7 @@ def is_spike(numbers: StepNumbers, recent: Sequence[StepNumbers], window: int, f
 # first sample, whatever happened to the steps in between, in any layout.
 
 
-NAME = "decisions.jsonl"
+DECISIONS_FILE = "decisions.jsonl"
 _LAST_STEP = 1 << 62  # no step is after it
 
 
@@ -109,14 +109,14 @@ class KnownDecisions(msgspec.Struct, frozen=True):
     damaged: int = 0  # how many lines were left out
 
 
-def known(directory: Path) -> KnownDecisions:
+def read_decisions(directory: Path) -> KnownDecisions:
     """Reads the decisions of a run's directory, before its metrics are trimmed to the checkpoint it resumes from.
 
     Removes damaged lines, and writes down how far the metrics came.
     """
-    _, damaged = trim(directory / NAME, _LAST_STEP)
-    records = [record for _, record in read(directory / NAME)]
-    steps = (record.samples or 0 for _, record in read(directory / METRICS) if isinstance(record, Step))
+    _, damaged = trim(directory / DECISIONS_FILE, _LAST_STEP)
+    records = [record for _, record in read(directory / DECISIONS_FILE)]
+    steps = (record.samples or 0 for _, record in read(directory / METRICS_FILE) if isinstance(record, Step))
     written = max((record.samples for record in records if isinstance(record, Judged)), default=0)
     judged = max(steps, default=0)
     if judged > written:
@@ -127,7 +127,7 @@ def known(directory: Path) -> KnownDecisions:
 
 def write(directory: Path, record: StepDecision | Judged) -> None:
     """Writes and syncs a record, so that after a crash a restart decides the same."""
-    with open_regular(directory / NAME, append=True) as file:
+    with open_regular(directory / DECISIONS_FILE, append=True) as file:
         file.write(to_line(record))
         os.fsync(file.fileno())
 
@@ -239,7 +239,9 @@ class Policy:
             try:
                 write(self.directory, decision)
             except OSError as error:
-                self.say(f"{self.directory / NAME} cannot be written: {error.strerror}; the next checkpoint has it")
+                self.say(
+                    f"{self.directory / DECISIONS_FILE} cannot be written: {error.strerror}; the next checkpoint has it"
+                )
         self.say(f"{decision}" + (" (as it was decided before)" if earlier is not None else ""))
 
     # ---- in checkpoints ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.checkpoint.filesystem import reach
+from fivefold.checkpoint.storage import check_storage_is_writable
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch import faults, processes
@@ -18,14 +18,14 @@ from fivefold.launch.local import Arrangement, Launcher, check_sharing
 from fivefold.launch.world import World, current_world
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.support.parsing import path_of
-from fivefold.support.ranges import RANKS, STEPS, checked, within
+from fivefold.support.ranges import MAX_RANKS, MAX_STEPS, check_range, within
 from fivefold.tracing.records import Trace
 from fivefold.tracing.result import TraceFile, TraceResult
 from fivefold.trainer.rank import stopping_text
 from fivefold.trainer.records import Step
 from fivefold.trainer.report import Follower
 from fivefold.trainer.result import TrainResult
-from fivefold.trainer.resuming import Start, directory_named, run_named, stored_job, with_moved_weights
+from fivefold.trainer.resuming import Start, directory_named, job_of_run, run_named, with_moved_weights
 
 
 def train(
@@ -61,7 +61,7 @@ def train(
     check_restarts(restarts)
     sources = preflight(resolved, ranks)
     if resolved.checkpoint.url:
-        reach(resolved.checkpoint.url)
+        check_storage_is_writable(resolved.checkpoint.url)
     check_sharing(resolved.train, ranks)
     start.checked(resolved, sources)
     keep_freed_memory()
@@ -96,14 +96,14 @@ def job_and_start(job: str | Path | Job | None, changes: Sequence[str], *, fresh
             )
         return job, Start(None, fresh=fresh)
     run = run_named(str(job) if job else None)
-    resolved = stored_job(run, changes) if run else with_moved_weights(read_job(job and str(job), list(changes)), job)
+    resolved = job_of_run(run, changes) if run else with_moved_weights(read_job(job and str(job), list(changes)), job)
     return resolved, Start(None if fresh else directory_named(run, resolved), fresh=fresh)
 
 
 def check_ranks(nproc: int | None, world: World) -> None:
     """Raises UserError for a number of processes that cannot be started here, and for a bad FIVEFOLD_FAULT."""
     faults.parse(os.environ.get("FIVEFOLD_FAULT", ""))
-    checked("nproc", nproc, within(1, RANKS))
+    check_range("nproc", nproc, within(1, MAX_RANKS))
     if nproc is not None and nproc > 1 and world.joined:
         raise UserError(
             f"--nproc {nproc} inside a launched rank (world of {world.size}): leave --nproc to one of the two",
@@ -112,14 +112,14 @@ def check_ranks(nproc: int | None, world: World) -> None:
 
 
 def check_restarts(restarts: int) -> None:
-    checked("restarts", restarts, within(0, STEPS))
+    check_range("restarts", restarts, within(0, MAX_STEPS))
 
 
 # ---- trace ----------------------------------------------------------------------------------------------------------
 # A few steps of a job on ranks of this machine, traced.
 
 
-_TRACED = 3  # steps, where the job does not say
+_TRACED_STEPS = 3  # steps, where the job does not say
 
 
 def trace(
@@ -142,7 +142,7 @@ def trace(
         raise UserError(f"--output {output}: there is no directory {file.path.parent}", "file.write")
     replace = msgspec.structs.replace
     full = job if isinstance(job, Job) else read_job(_checked_job_file(job), changes)
-    trace_config = replace(full.trace, steps=full.trace.steps or _TRACED)
+    trace_config = replace(full.trace, steps=full.trace.steps or _TRACED_STEPS)
     steps = max(0, trace_config.after) + max(1, trace_config.steps)  # the warm-up and the traced steps, no evaluation
     short = replace(full, train=replace(full.train, steps=steps, eval_samples=0), trace=trace_config)
     preflight(short, short.layout.world)

@@ -129,7 +129,7 @@ class Phases:
     def of(self, phase: str) -> Iterator[None]:
         """Times a phase, without the waits in it."""
         start, waited = time.perf_counter(), waits.seconds()
-        if phase in faults.PLACES:
+        if phase in faults.FAULT_PLACES:
             faults.strike(phase, step=self.step)
         yield
         self.seconds[phase] += time.perf_counter() - start - (waits.seconds() - waited)

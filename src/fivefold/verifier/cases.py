@@ -18,7 +18,7 @@ pipeline also ep, ZeRO, sp and kinds of cp) chosen such that every pair occurs.
 The requested model runs on all of them; `deepen` gives it more layers where it has too few for the stages. Its
 `variants`, each a known way to go wrong, run on a small sample of layouts in which every pair of settings occurs; kinds
 of attention and unlike layers share one such sample, as do the variants of a mixture, in which the variant is a
-setting. A dense model is proven with experts, too (`mixture`). A pattern that was written down is that of all variants:
+setting. A dense model is also proven with experts (`mixture`). A pattern that was written down is kept in all variants:
 who writes one wants its blocks proven. Variants that none of them would notice are left out.
 """
 
@@ -60,12 +60,12 @@ _UNLIKE: dict[str, object] = {"pattern": (Layer(mixer=_SLIDES), Layer(mlp=Dense(
 _UNLIKE_EXPERTS: dict[str, object] = {"pattern": (Layer(mixer=_SLIDES, mlp=Dense()), Layer(mlp=MixtureOfExperts()))}
 _ATTENTIONS = ("q/k norm over all heads", "sinks and windows", "latent attention", "unlike layers")
 _DEGREE_AXES = [axis for axis in AXES if axis in Layout().degrees]
-_SETTINGS = ("schedule", "cp_kind", "sp", "zero", "replicate", "recompute", "microbatches", "ep", "dispatch")
-_ALL_SETTINGS = (*_DEGREE_AXES, *_SETTINGS)
+_VARIED_SETTINGS = ("schedule", "cp_kind", "sp", "zero", "replicate", "recompute", "microbatches", "ep", "dispatch")
+_ALL_SETTINGS = (*_DEGREE_AXES, *_VARIED_SETTINGS)
 _AXIS_OF_SETTING = {"schedule": "pp", "dispatch": "ep"}  # settings that mean nothing without their axis
 
 # Larger than in training, so that a mistake changes the result visibly, and the choice of experts too.
-BALANCE = {"balance_loss": 0.1, "router_z_loss": 0.01}
+BALANCE_LOSSES = {"balance_loss": 0.1, "router_z_loss": 0.01}
 BALANCE_RATE = 0.05
 LOSSES_OFF = "no balance losses"  # the name of a variant
 
@@ -78,14 +78,14 @@ class LayoutCase:
     variant: str  # how the model differs from the one asked for; empty: it is that one
 
 
-def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int, deepen: bool = False) -> Iterator[Layout]:
+def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int, *, deepen: bool = False) -> Iterator[Layout]:
     """A layout of each group (`_group_key`), and as many others as it takes for every pair of settings to occur."""
     pair_counts = Counter[object](), Counter[object]()  # of layouts without pp, where schedules mean nothing; with pp
     rest: list[Layout] = []
     groups: dict[object, list[Layout]] = {}
     for base in _bases(spec, world):
         deep = deep_enough(spec, base) if deepen else spec  # the number of stages follows from `base`
-        for layout in _completed(base, deep):
+        for layout in _vary_settings(base, deep):
             if not layout.problems(deep, world=world, seq=seq, batch=batch):
                 groups.setdefault(_group_key(layout, spec), []).append(layout)
     for legal in groups.values():
@@ -102,7 +102,7 @@ def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int, deepen: boo
 
 
 def _group_key(layout: Layout, spec: ModelSpec) -> object:
-    """The settings that a layout shares with its group, of which one layout is enough."""
+    """The settings that a layout shares with its group; proving one layout of a group is enough."""
     degrees, schedule, sharded = tuple(layout.degrees.values()), layout.schedule, (layout.zero, layout.replicate)
     if spec.experts is None:
         return layout if layout.pp == 1 else (degrees, schedule, sharded)
@@ -133,7 +133,7 @@ def _new_pairs(layout: Layout, counts: Counter[object]) -> tuple[int, int]:
     return occurrences.count(0), -sum(occurrences)
 
 
-def _completed(base: Layout, spec: ModelSpec) -> Iterator[Layout]:
+def _vary_settings(base: Layout, spec: ModelSpec) -> Iterator[Layout]:
     """Layouts with the degrees, schedule and ZeRO of `base`, and all values of the other settings."""
     choices = {
         "cp_kind": get_args(ContextKind) if base.cp > 1 else ("ring",),
@@ -178,7 +178,7 @@ def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
         changes = {
             "DeepSeek": {**_MLA, "experts": _deepseek(experts)},
             "every expert": {"experts": changed(top_k=experts.count, groups=1, top_groups=1)},
-            "more experts than tokens": {"experts": changed(count=_MANY, ffn=8)},  # so that some get none
+            "more experts than tokens": {"experts": changed(count=_MANY_EXPERTS, ffn=8)},  # so that some get none
             "unlike layers with experts": {**_UNLIKE_EXPERTS, "experts": changed(dense_layers=0)},
             "gpt-oss": {**_SINKS, "bias": True, "activation": "swiglu_clamped"},
             "GPT block with experts": {**_GPT, "kv_heads": spec.heads},  # biases; the embedding is tied
@@ -196,7 +196,9 @@ def _differs(variant: ModelSpec, spec: ModelSpec) -> bool:
     return any(block(variant, layer=kinds) != block(spec, layer=kinds) for kinds in spec.counted())
 
 
-_MANY = 128  # a microbatch of a rank has 32 tokens or a few more; each expert costs a layer three products a pass
+_MANY_EXPERTS = (
+    128  # a microbatch of a rank has 32 tokens or a few more; each expert costs a layer three products a pass
+)
 
 
 def _deepseek(experts: Experts) -> Experts:
@@ -215,7 +217,7 @@ def mixture(spec: ModelSpec) -> ModelSpec:
     return msgspec.structs.replace(spec, experts=experts, pattern=pattern)
 
 
-def all_cases(job: Job, world: int, deepen: bool = False, fixed_keys: Collection[str] = ()) -> list[LayoutCase]:
+def all_cases(job: Job, world: int, *, deepen: bool = False, fixed_keys: Collection[str] = ()) -> list[LayoutCase]:
     """The job's model on every layout, and its variants on a pairwise cover of those that are legal for them; if it
     has no experts, the same with experts. Settings of the job named in `fixed_keys` stay as they are."""
     cases = cases_of(job, world, deepen, fixed_keys=fixed_keys)
@@ -232,7 +234,7 @@ def with_balance(job: Job, fixed_keys: Collection[str] = (), *, losses: bool = T
     """
     if (experts := job.model.experts) is None:
         return job
-    factors = BALANCE if losses else dict.fromkeys(BALANCE, 0.0)
+    factors = BALANCE_LOSSES if losses else dict.fromkeys(BALANCE_LOSSES, 0.0)
     settings = factors | ({"balance_rate": BALANCE_RATE} if experts.balance_bias else {})
     changed = {name: value for name, value in settings.items() if f"train.{name}" not in fixed_keys}
     return msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, **changed))
@@ -243,7 +245,7 @@ def cases_of(
 ) -> list[LayoutCase]:
     """The cases of the job's model, whose variant is called `name`, and of its variants."""
     seq, batch = job.data.seq, job.train.batch
-    layouts = list(legal_layouts(job.model, world, seq, batch, deepen))
+    layouts = list(legal_layouts(job.model, world, seq, batch, deepen=deepen))
 
     def case_of(spec: ModelSpec, layout: Layout, variant: str) -> LayoutCase:
         spec = deep_enough(spec, layout) if deepen else spec
@@ -309,7 +311,7 @@ def _pairs(layout: Layout, variant: str = "") -> set[object]:
 
 # ---- batches --------------------------------------------------------------------------------------------------------
 # A job's own data where it names any, and otherwise random data from a seed. Random batches of proofs are as irregular
-# as real data can be; those of benchmarks are plain.
+# as real data can be; benchmarks use plain data.
 #
 # Tokens are uniform, so that every row of the vocabulary occurs. Loss masks are unequal: samples keep between a tenth
 # and all of their targets, one keeps none, and in every second step one data-parallel rank has no target at all, a

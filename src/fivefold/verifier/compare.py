@@ -26,9 +26,10 @@ same J and independent d, so their errors have the same spread, whatever the can
 spread (`Reference.noise`): it runs in float64 on the same rounded weights, which gives the true gradient, and several
 times in the dtype of the proof, each time with every weight moved by one rounding, which draws all the d_i anew. The
 noise of a tensor is the largest distance from the true gradient in any run and step. A layout's distance to the
-reference is the difference of two such errors: at most twice the noise where the draws are typical. `SPREAD` is 4,
-since a handful of draws can all be lucky. A gradient may be off by that tolerance or by SPREAD x noise, whichever is
-larger. A wrong term is as large as a summand, and that is 1/eps times as large as the noise: it is still found.
+reference is the difference of two such errors: at most twice the noise where the draws are typical. `NOISE_FACTOR`
+is 4, since a handful of draws can all be lucky. A gradient may be off by that tolerance or by NOISE_FACTOR x noise,
+whichever is larger. A wrong term is as large as a summand, and that is 1/eps times as large as the noise: it is still
+found.
 
 For parameters the tolerance needs an optimizer that does not magnify noise. AdamW divides by sqrt(v) + eps, and with
 the usual eps = 1e-8 a gradient that is rounding noise moves its weight by a whole learning rate in a random direction.
@@ -49,8 +50,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-2, "clip": 0.5, "warmup": 1}  # a clip below the first norms: it acts
-SPREAD = 4.0  # times the rounding noise of the reference
-_ZERO = 1e-10  # of the largest gradient of its block: what is below it is rounding noise
+NOISE_FACTOR = 4.0  # times the rounding noise of the reference
+_NOISE_FLOOR = 1e-10  # of the largest gradient of its block: what is below it is rounding noise
 _MIN_MISMATCHES, _MISMATCHED_SHARE = 8, 0.02  # tokens that may mismatch though none did in the reference's own runs
 
 
@@ -99,7 +100,9 @@ def mismatch_tolerance(job: Job, reference_mismatches: int) -> float:
     """
     if not replays_routing(job):
         return 0.0
-    return SPREAD * reference_mismatches + max(_MIN_MISMATCHES, _MISMATCHED_SHARE * job.train.batch * job.data.seq)
+    return NOISE_FACTOR * reference_mismatches + max(
+        _MIN_MISMATCHES, _MISMATCHED_SHARE * job.train.batch * job.data.seq
+    )
 
 
 def longest_sum(spec: ModelSpec, tokens: int, seq: int) -> int:
@@ -142,7 +145,7 @@ def compare_biases(
 def zero_gradients(gradients: Mapping[str, "Tensor"], spec: ModelSpec) -> set[str]:
     """The names of those gradients, in float64, that are nothing but rounding noise."""
     largest = _largest_in_block(gradients, spec)
-    return {name for name, gradient in gradients.items() if _max_abs(gradient) <= _ZERO * largest[name]}
+    return {name for name, gradient in gradients.items() if _max_abs(gradient) <= _NOISE_FLOOR * largest[name]}
 
 
 def compare_gradients(
@@ -162,7 +165,7 @@ def compare_gradients(
     comparisons = []
     for name, tensor in expected.items():
         scale = largest[name] if name in zero else _max_abs(tensor)
-        noise_limit = SPREAD * (noise or {}).get(name, 0.0)  # absolute
+        noise_limit = NOISE_FACTOR * (noise or {}).get(name, 0.0)  # absolute
         limit = max(tolerance, noise_limit / scale) if scale else tolerance
         if name not in actual:
             comparisons.append(ValueComparison("gradient", name, step, math.inf, limit, "is missing"))

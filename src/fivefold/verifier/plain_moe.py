@@ -15,8 +15,8 @@ from fivefold.model.layers import ACTIVATIONS, gated
 from fivefold.spec.kinds import MLP
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Problem, UserError
-from fivefold.support.plugin_calls import told
-from fivefold.support.plugins import is_plugin, named
+from fivefold.support.plugin_calls import error_text
+from fivefold.support.plugins import is_plugin, resolve_class
 
 Linears = dict[str, list[Tensor]]  # of one expert, by name (gate, up, down): its weight and, if it has one, its bias
 
@@ -47,11 +47,11 @@ def replace_moe_layers(model: nn.Module, spec: ModelSpec, balancing: Balancing) 
 def _reference(kind: MLP, spec: ModelSpec, balancing: Balancing) -> "PlainMoE":
     """What a kind's module is held against; of a plugin it is the author's, as the kind is."""
     if not is_plugin(kind.name):
-        return cast(PlainMoE, named(kind.reference)(spec, balancing))
+        return cast(PlainMoE, resolve_class(kind.reference)(spec, balancing))
     try:
-        made = named(kind.reference)(spec, balancing)
+        made = resolve_class(kind.reference)(spec, balancing)
     except (Exception, SystemExit) as error:
-        lack = f"could not be made: {told(error, kind.name)}"
+        lack = f"could not be made: {error_text(error, kind.name)}"
         raise UserError(Problem("plugin.protocol", f"{kind.reference} of {kind.name} {lack}")) from error
     if not isinstance(made, PlainMoE):
         lack = f"gave a {type(made).__name__}, and not a {PlainMoE.__module__}:{PlainMoE.__name__}"
@@ -108,7 +108,7 @@ class PlainMoE(nn.Module):
         return F.linear(tokens.to(dtype), self.router.weight.to(dtype), bias)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """[n, X] -> [n, K] the experts of each token: the best by these scores, or those of another run."""
+        """[n, X] -> [n, K] the experts of each token: the best by these scores, or the choice of another run."""
         best = self._top_k_experts(scores)
         chosen = best if self.replayed is None else self.replayed.flatten(0, 1).to(scores.device)
         self.mismatched = int((best.sort(-1).values != chosen.sort(-1).values).any(-1).sum())

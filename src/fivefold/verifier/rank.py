@@ -23,13 +23,13 @@ from fivefold.data.batch import Batch
 from fivefold.job.config import Job
 from fivefold.job.preflight import preflight
 from fivefold.launch.device import choose_backend, choose_device, make_repeatable
-from fivefold.launch.processes import Rank, named
+from fivefold.launch.processes import Rank, import_function
 from fivefold.model.compiler import compilation
 from fivefold.model.recompute import is_recomputing
 from fivefold.optim.lr_schedule import learning_rate
 from fivefold.parallel.collectives import digest, full_tensor
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.traffic import TrafficCounter
+from fivefold.parallel.traffic_counter import TrafficCounter
 from fivefold.spec.model import ModelSpec
 from fivefold.trainer.engine import Engine, RankModel, moe_layers
 from fivefold.trainer.ledger import Ledger
@@ -49,7 +49,7 @@ from fivefold.verifier.reference import Reference
 from fivefold.verifier.verdict import RankMeasurement, RoutedLayer
 
 # ---- routing --------------------------------------------------------------------------------------------------------
-# Compares the experts that the ranks of a layout send each token to with those of the reference.
+# Compares the experts to which a layout's ranks send each token with the reference's choice.
 #
 # A token is identified by its sample and its position. Every layer must send it to the experts that one process sent it
 # to, and over all ranks exactly once. In float64 ranks choose for themselves. In narrower dtypes a rounding can decide
@@ -177,7 +177,7 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> RankMeasur
         device = choose_device(job.train.device, rank.number)
         rank.join(choose_backend(device, rank.world, job.train, rank.number))
     if hook:
-        named(hook)()
+        import_function(hook)()
     return compare_steps(rank, job, reference)
 
 

@@ -1,7 +1,7 @@
 """What one device computes: the plain decoder, stock autograd, torch's own optimizer, the whole global batch at once.
 
 This file imports nothing from `parallel/`, nor the engine and the optimizer that are being judged. The decoder's
-experts are `PlainMoE`. Where they send tokens is written down; runs that measure rounding send them there, too.
+experts are `PlainMoE`. Where they send tokens is written down, and runs that measure rounding repeat it.
 """
 
 from collections import defaultdict
@@ -92,9 +92,9 @@ def write_references(rank: Rank, jobs: list[Job], paths: list[Path]) -> Generato
 
 
 def measure_noise(reference: Reference, exact: Reference, run: Reference) -> None:
-    """Raise the reference's noise and mismatches to those of a run in its dtype.
+    """Raise the reference's noise and mismatches to what a run in its dtype has.
 
-    Noise is the distance of a gradient from that of the `exact` run in float64; mismatches are tokens whose scores
+    Noise is the distance of a gradient from the `exact` run's in float64; mismatches are tokens whose scores
     would have chosen other experts than the reference's.
     """
     for step, exact_step in zip(run.steps, exact.steps, strict=True):

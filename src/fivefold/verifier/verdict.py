@@ -273,7 +273,7 @@ def _routing_comparisons(job: Job, measured: list[RankMeasurement]) -> list[Valu
     """
     comparisons = []
     for name, step in product(_router_names(job), range(1, job.train.steps + 1)):
-        layers = [layer for layer in _all_routed(measured) if (layer.name, layer.step) == (name, step)]
+        layers = [layer for layer in _routed_layers(measured) if (layer.name, layer.step) == (name, step)]
         mismatched = sum(layer.mismatched for layer in layers)
         tolerance = mismatch_tolerance(job, measured[0].reference_mismatches.get(name, 0))
         if layers:
@@ -286,7 +286,7 @@ def _routing_comparisons(job: Job, measured: list[RankMeasurement]) -> list[Valu
     return comparisons
 
 
-def _all_routed(measured: list[RankMeasurement]) -> list[RoutedLayer]:
+def _routed_layers(measured: list[RankMeasurement]) -> list[RoutedLayer]:
     return [layer for rank in measured for layer in rank.routed]
 
 
@@ -294,7 +294,7 @@ def _not_routed_once(measured: list[RankMeasurement]) -> list[ValueComparison]:
     """A failed comparison for each layer and step in which a token was not routed exactly once, over all ranks."""
     sums: dict[tuple[int, str], NDArray[np.int64]] = {}
     first_samples: dict[int, int] = {}  # by step
-    for layer in _all_routed(measured):
+    for layer in _routed_layers(measured):
         sums[layer.step, layer.name] = sums.get((layer.step, layer.name), 0) + layer.visits
         first_samples[layer.step] = layer.first_sample
     comparisons = []
@@ -310,7 +310,7 @@ def _not_routed_once(measured: list[RankMeasurement]) -> list[ValueComparison]:
 def _replayed_routing(job: Job, measured: list[RankMeasurement]) -> ReplayedRouting | None:
     if job.model.experts is None or not replays_routing(job):
         return None
-    layers = _all_routed(measured)
+    layers = _routed_layers(measured)
     tokens = sum(int(layer.visits.sum()) for layer in layers)
     return ReplayedRouting(tokens, sum(layer.mismatched for layer in layers))
 

@@ -39,15 +39,15 @@ from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.schedules.schedule import peak_live
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import RANKS, SEQUENCES, STEPS, TOKENS, checked, seconds, within
+from fivefold.support.ranges import MAX_RANKS, MAX_STEPS, MAX_TOKENS, SEQUENCES, check_range, seconds, within
 from fivefold.verifier.cases import LayoutCase, all_cases, pair_coverage, pairwise, with_balance
 from fivefold.verifier.compare import OPTIMIZER
 from fivefold.verifier.result import VerifyResult
 from fivefold.verifier.verdict import RankMeasurement, Verdict
 
-TIMEOUT = 120.0  # seconds for one layout
+LAYOUT_TIMEOUT = 120.0  # seconds for one layout
 # Tiny presets are made narrower still, so that a layout takes a second.
-_NARROW = ("model.hidden=64", "model.ffn=96")
+_NARROW_CHANGES = ("model.hidden=64", "model.ffn=96")
 _MIN_LAYERS = 2
 _DEFAULT_LAYOUT = "dp=2"
 
@@ -67,7 +67,7 @@ def verify(
     sample: int | None = None,
     jobs: int = 1,
     repeat: int = 1,
-    timeout: float = TIMEOUT,
+    timeout: float = LAYOUT_TIMEOUT,
     hook: str = "",
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> VerifyResult:
@@ -78,24 +78,27 @@ def verify(
         >>> ff.verify(everything=True, world=2, sample=1).ok
         True
 
-    Starts the ranks on this machine, on `device` cpu or cuda; those of one layout have `timeout` seconds. `changes` are
-    settings of the job, KEY=VALUE; `steps` of a `batch` of so many sequences of `seq` tokens, random ones or those of
-    the data that the job names, train `model`, a preset or an object, in `dtype`. `hook` names a function that each
+    Starts the ranks on this machine, on `device` cpu or cuda; each layout has `timeout` seconds. `changes` are settings
+    of the job, KEY=VALUE; `steps` of a `batch` of so many sequences of `seq` tokens, random or from the data that the
+    job names, train `model`, a preset or an object, in `dtype`. `hook` names a function that each
     rank calls first. `sample` takes so many of the layouts, chosen to meet every pair of settings; `jobs` of them run
     at a time. `repeat` proves each so often, by ranks that stay up: for what happens once in a hundred times.
     `progress` is called with how many layouts are done, of how many, and which one is next.
     """
+    if isinstance(layout, Job):
+        instead = "ff.verify(job.layout, changes, model=job.model), with what else is to be proven as KEY=VALUE changes"
+        raise UserError(f"verify takes a layout, and not a Job: {instead}; ff.curve takes a job", "verify.layout")
     _check_options(layout, everything, world, sample, timeout)
-    limits = (("steps", steps, STEPS), ("seq", seq, TOKENS), ("batch", batch, SEQUENCES))
+    limits = (("steps", steps, MAX_STEPS), ("seq", seq, MAX_TOKENS), ("batch", batch, SEQUENCES))
     for name, value, limit in (*limits, ("jobs", jobs, 1000), ("repeat", repeat, 100_000)):
-        checked(name, value, within(1, limit))
+        check_range(name, value, within(1, limit))
     world = 4 if world is None else world
     layout_text = "dp=1" if everything else str(layout or _DEFAULT_LAYOUT)
     if isinstance(model, ModelSpec) and any(change.startswith("model") for change in changes):
         raise UserError("a ModelSpec is the whole model; change it, and leave out model settings", "change.object")
     tiny = not isinstance(model, ModelSpec) and model.startswith("tiny")
     deepen = tiny and not any(change.startswith("model.layers=") for change in changes)
-    narrow = [*_NARROW, *([f"model.layers={_layer_count(layout_text)}"] if deepen else [])] if tiny else []
+    narrow = [*_NARROW_CHANGES, *([f"model.layers={_layer_count(layout_text)}"] if deepen else [])] if tiny else []
     if batch is None:
         batch = max(8, 2 * world) if everything else 8
     settings = {
@@ -125,7 +128,7 @@ def verify(
     if problems:
         raise UserError(problems, "verify.job")
     _check_sharing(job, world if everything else job.layout.world)
-    all_of_them = all_cases(job, world, deepen, fixed_keys) if everything else [LayoutCase(job, "")]
+    all_of_them = all_cases(job, world, deepen=deepen, fixed_keys=fixed_keys) if everything else [LayoutCase(job, "")]
     cases = all_of_them if sample is None else pairwise(all_of_them, sample)
     verdicts = _judge_all(cases * repeat, jobs, timeout, hook, progress, persistent=repeat > 1 or device == "cuda")
     if len(all_of_them) == repeat == 1:
@@ -176,8 +179,8 @@ def _check_options(
     layout: str | Layout | None, everything: bool, world: int | None, sample: int | None, timeout: float
 ) -> None:
     """Raises UserError for options that make no sense, alone or together."""
-    checked("sample", sample, within(1, SEQUENCES))
-    checked("world", world, within(1, RANKS))
+    check_range("sample", sample, within(1, SEQUENCES))
+    check_range("world", world, within(1, MAX_RANKS))
     seconds("timeout", timeout)
     if everything and layout is not None:
         raise UserError(
@@ -199,7 +202,7 @@ def _layer_count(layout_text: str) -> int:
 class Judge:
     """Judges jobs one after another; the reference of a model is computed once."""
 
-    def __init__(self, timeout: float = TIMEOUT, hook: str = ""):
+    def __init__(self, timeout: float = LAYOUT_TIMEOUT, hook: str = ""):
         self.timeout, self.hook = timeout, hook
         self.home = tempfile.TemporaryDirectory(prefix="fivefold-verify-")
         self.references: dict[bytes, tuple[Path, list[Routing]]] = {}  # file and routing by key of `_one_process_job`
@@ -238,7 +241,7 @@ class Judge:
             with ThreadPoolExecutor(worlds) as pool:
                 try:
                     list(pool.map(_PersistentRanks.run, all_ranks))
-                finally:  # after Ctrl-C the other worlds stop, too, when their ranks report next
+                finally:  # after Ctrl-C the other worlds also stop, when their ranks report next
                     for ranks in all_ranks:
                         ranks.stopped = True
         done = {number: verdict for ranks in all_ranks for number, verdict in ranks.done.items()}
@@ -390,7 +393,7 @@ class CurveResult(Result):
     alone: list[float | None]
     control: list[float | None]
     in_layout: list[float | None]
-    same_start: bool  # the layout's initial weights are those of the single process, bit for bit
+    same_start: bool  # the layout's initial weights equal the single process's, bit for bit
     rounding: float  # of the dtype: the distance from 1 to the next number
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 from fivefold.accuracy.cases import read_rows
 from fivefold.accuracy.result import ERROR_BANDS, AccuracyResult, planner_accuracy
 from fivefold.accuracy.score import EXPERTS_SUFFIX, RowScore, line_of, null_seconds
-from fivefold.planner.error_range import SHARE, step_range
+from fivefold.planner.error_range import COVERAGE, step_range
 from fivefold.support.errors import UserError
 from fivefold.support.text import did_you_mean
 from fivefold.web.question import Ask
@@ -32,7 +32,7 @@ def payload(ask: Ask) -> dict[str, Any]:
     return {
         "sources": [{"name": name, "rows": files.count(name)} for name in dict.fromkeys(files)],
         "bands": sorted(ERROR_BANDS),
-        "range_share": SHARE,
+        "range_share": COVERAGE,
         "asks": {"rows": {}},
     }
 

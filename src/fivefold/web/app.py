@@ -11,9 +11,9 @@ import webbrowser
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fivefold.support.errors import UserError, absent
+from fivefold.support.errors import UserError, not_installed
 from fivefold.support.parsing import path_of
-from fivefold.support.ranges import checked, within
+from fivefold.support.ranges import check_range, within
 
 LOOPBACK = "127.0.0.1"
 SHUTDOWN_GRACE_S = 2  # for answers that are being computed
@@ -30,9 +30,9 @@ def ui(
     """Serve the page until interrupted. `port` 0 takes a free one; `runs` are the directories that may be read. With
     `browser`, the system's browser opens the page. `say` is called with its address: `ff.ui(port=8000, runs=["runs"])`.
     """
-    checked("port", port, within(0, 65535))
+    check_range("port", port, within(0, 65535))
     folders = tuple(_directory(run) for run in runs)
-    if absent("starlette") or absent("uvicorn"):
+    if not_installed("starlette") or not_installed("uvicorn"):
         raise UserError(INSTALL_MESSAGE, "install.ui")
     import uvicorn
 

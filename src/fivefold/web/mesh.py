@@ -16,11 +16,11 @@ from fivefold.cost.step import Workload
 from fivefold.cost.traffic import layer_collectives
 from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RankPart, part_of
-from fivefold.planner.mesh import MAX_RANKS, mesh
+from fivefold.planner.mesh_picture import MAX_RANKS, mesh
 from fivefold.planner.nearest import nearest, problems, steps
 from fivefold.support.dtypes import dtype_of_bytes
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import checked, within
+from fivefold.support.ranges import check_range, within
 from fivefold.web.question import (
     QUESTION_PARAMETERS,
     Ask,
@@ -51,8 +51,8 @@ def payload(ask: Ask) -> dict[str, Any]:
     page = _controls(question, requested_software(ask), wanted, wrong, shown)
     if shown is None:
         return page | {"map": None, "chosen": None, "layer": None, "asks": {}}
-    number = checked("rank", ask.integer("rank"), within(0, shown.world - 1)) or 0
-    layer = checked("layer", ask.integer("layer"), within(0, question.spec.layers - 1))
+    number = check_range("rank", ask.integer("rank"), within(0, shown.world - 1)) or 0
+    layer = check_range("layer", ask.integer("layer"), within(0, question.spec.layers - 1))
     return page | _page(replace(question, layout=shown), requested_software(ask), number, layer)
 
 

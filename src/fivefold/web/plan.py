@@ -9,13 +9,14 @@ from typing import Any
 from fivefold.cost.peak_memory import footprint_of
 from fivefold.cost.step import Workload
 from fivefold.layout.layout import Layout
-from fivefold.planner.explain import CAUSES, difference, nearest_fit, neighbours
+from fivefold.planner.explain import CAUSE_NAMES, difference, nearest_fit, neighbours
 from fivefold.planner.nearest import nearest, problems, steps
+from fivefold.planner.option import Option
 from fivefold.planner.plan import option_of, plan
-from fivefold.planner.result import PlanResult, SimulateResult, simulated
-from fivefold.planner.search import Option
+from fivefold.planner.result import PlanResult, SimulateResult, simulation_figures
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.support.errors import UserError
+from fivefold.web.held import held
 from fivefold.web.question import (
     QUESTION_PARAMETERS,
     Ask,
@@ -73,6 +74,25 @@ def plan_view(result: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:
     return page, {"search": result.to_dict(), "why": reasons}
 
 
+def others(result: PlanResult) -> dict[str, Any] | None:
+    """What the report of a plan holds besides: the layouts of the ranking, and those one change away that fit."""
+    software, own = result.workload.software.name, result.explained.layout
+    near = [neighbour.layout for neighbour in result.neighbours if neighbour.slower is not None]
+    answers: dict[str, dict[str, Any]] = {}
+    for layout in dict.fromkeys((*(option.layout for option in result.options), result.chosen.layout, *near)):
+        if layout == own or layout.pp * layout.chunks * layout.microbatches > MAX_QUICK_PASSES:
+            continue
+        option = option_of(result.workload, layout)
+        reasons: dict[str, Any] = {
+            "advice": None,
+            "neighbours": [neighbour.to_dict() for neighbour in neighbours(option)],
+        }
+        reasons["against"] = None if layout == result.chosen.layout else difference(result.chosen, option)
+        page = _page(result.workload, software, layout, [], option)
+        answers[str(layout)] = {"payload": page, "parts": {"why": reasons}}
+    return held(("layout",), answers, str(own)) if answers else None
+
+
 def _page(workload: Workload, software: str, wanted: Layout, found: list[str], option: Option | None) -> dict[str, Any]:
     """`option` is the layout that is shown: the wanted one, or the nearest that can run."""
     shown = None if option is None else option.layout
@@ -84,10 +104,10 @@ def _page(workload: Workload, software: str, wanted: Layout, found: list[str], o
         "problems": [without_option_dashes(problem) for problem in found],
         "shown": None if shown is None else fields_of(shown),
         "changes": [] if shown is None else _changes(wanted, shown),
-        "figures": None if option is None else simulated(option),
+        "figures": None if option is None else simulation_figures(option),
         "ranks": [] if option is None else _ranks(option),
         "device_memory_bytes": workload.device_memory_of(0),
-        "causes": CAUSES,
+        "causes": CAUSE_NAMES,
         "asks": _asks(workload, software, option),
     }
 

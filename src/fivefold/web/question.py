@@ -18,12 +18,12 @@ from fivefold.cost.systems import SYSTEMS
 from fivefold.hardware.accelerators import ACCELERATORS, PRECISIONS
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.nearest import moved, nearest
+from fivefold.planner.nearest import nearest, with_field
 from fivefold.planner.plan import question
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import checked, outside, within
+from fivefold.support.ranges import check_range, outside, within
 from fivefold.support.text import did_you_mean, either, whole_number
 
 # ---- ask ------------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def workload_of(ask: Ask) -> Workload:
             f"cluster={cluster[:60]!r} is heterogeneous, but the page has no sliders for that; use `fivefold plan`",
             "page.cluster",
         )
-    batch, seq = checked("batch", ask.integer("batch"), within(1, MAX_BATCH)), ask.integer("seq")
+    batch, seq = check_range("batch", ask.integer("batch"), within(1, MAX_BATCH)), ask.integer("seq")
     parsed = Cluster.parse(cluster)
     if parsed.world > MAX_GPUS:
         raise UserError(
@@ -179,7 +179,7 @@ def requested_layout(workload: Workload, ask: Ask) -> Layout:
             f"move={ask.text('move')[:60]!r} is not a layout setting and its value; write move=tp=8", "page.word"
         )
     layout_of(f"{field}={value}")  # checks the new value by itself, before other fields follow it
-    return _in_range(moved(workload, layout, field, value))
+    return _in_range(with_field(workload, layout, field, value))
 
 
 def fields_of(layout: Layout) -> dict[str, Any]:

@@ -59,10 +59,13 @@ _HEAD = """<!doctype html>
 """
 
 
-def page_view(name: str | View, payload: Any, parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A view with its payload and its parts, as the page reads it."""
+def page_view(
+    name: str | View, payload: Any, parts: Mapping[str, Any] | None = None, held: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """A view with its payload and its parts, as the page reads it; `held` has answers to other questions."""
     view = name if isinstance(name, View) else view_of(name)
-    return {
+    more = {"held": held} if held else {}
+    return more | {
         "name": view.name,
         "title": view.title,
         "says": view.description,
@@ -88,8 +91,8 @@ def answered_view(name: str, ask: Ask, parts: Sequence[str] | None = None) -> di
 
 def html_page(title: str, views: Sequence[dict[str, Any]], made: Mapping[str, str] | None = None) -> str:
     """The page of views from `page_view` or `answered_view`; `made` has the program, the command and the day."""
-    names = [path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.js")]
-    modules = {f"fivefold/{name}": _data_url("text/javascript", _module_text(name)) for name in sorted(names)}
+    texts = _modules(["app.js", *(f"views/{view.get('module', view['name'])}.js" for view in views)])
+    modules = {f"fivefold/{name}": _data_url("text/javascript", text) for name, text in texts.items()}
     body = (STATIC / "index.html").read_text().partition("<body>")[2]
     icon = _data_url("image/svg+xml", (STATIC / "icon.svg").read_text())
     head = _HEAD.format(
@@ -97,6 +100,17 @@ def html_page(title: str, views: Sequence[dict[str, Any]], made: Mapping[str, st
         modules=_json({"imports": modules}), payload=_json({"title": title, "made": made, "views": list(views)}),
     )  # fmt: skip
     return f"{head}<body>{body.replace('icon.svg', icon)}"
+
+
+def _modules(names: Sequence[str]) -> dict[str, str]:
+    """The texts of modules and of all that they import."""
+    texts: dict[str, str] = {}
+    left = list(names)
+    while left:
+        if (name := left.pop()) not in texts and (STATIC / name).is_file():
+            texts[name] = _module_text(name)
+            left += re.findall(r'^import .*?from "fivefold/([^"]+)";$', texts[name], re.M)
+    return dict(sorted(texts.items()))
 
 
 def _module_text(name: str) -> str:
@@ -308,12 +322,12 @@ def views_of(result: Result | str | Path) -> tuple[str, list[dict[str, Any]]]:
 
 def _plan_views(result: PlanResult) -> tuple[str, list[dict[str, Any]]]:
     """The plan; the mesh of its layout, unless it has too many ranks; and the schedule, if there is a pipeline."""
-    from fivefold.planner.mesh import MAX_RANKS
+    from fivefold.planner.mesh_picture import MAX_RANKS
     from fivefold.web.mesh import mesh_view
-    from fivefold.web.plan import plan_view
+    from fivefold.web.plan import others, plan_view
     from fivefold.web.schedule import step_view
 
-    option, views = result.explained, [page_view("plan", *plan_view(result))]
+    option, views = result.explained, [page_view("plan", *plan_view(result), others(result))]
     if option.layout.world <= MAX_RANKS:
         views.append(page_view("mesh", *mesh_view(option.workload, result.workload.software.name)))
     simulation = option.estimate.simulation
@@ -323,13 +337,13 @@ def _plan_views(result: PlanResult) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _draw_views(result: DrawResult) -> tuple[str, list[dict[str, Any]]]:
-    from fivefold.web.schedule import schedule_views
+    from fivefold.web.schedule import others, schedule_views
 
     first, views = result.simulations[0].schedule, schedule_views(result)
     names = [name for name, _, _ in views]
     title = f"{', '.join(names)}: p={first.p}, m={first.m}"
     if len(views) == 1:
-        return title, [page_view("schedule", *views[0][1:])]
+        return title, [page_view("schedule", *views[0][1:], others(result))]
     return title, [
         page_view("schedule", *contents) | {"module": "schedule", "name": f"schedule-{number}", "title": name}
         for number, (name, *contents) in enumerate(views)

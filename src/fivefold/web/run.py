@@ -17,7 +17,7 @@ from typing import Any
 from fivefold.layout.layout import Layout
 from fivefold.support.errors import UserError
 from fivefold.tracing.chrome import lanes
-from fivefold.trainer.records import METRICS, Evaluation, Record, Step
+from fivefold.trainer.records import METRICS_FILE, Evaluation, Record, Step
 from fivefold.web.question import Ask
 from fivefold.web.run_files import (
     ENVIRONMENT,
@@ -161,7 +161,7 @@ def _loads(steps: Sequence[Step]) -> list[dict[str, Any]]:
 def _state(run: RunFiles, records: Sequence[Record]) -> dict[str, Any]:
     """Whether a run trains now: a process of this machine has claimed its directory, or a record was written lately."""
     try:
-        written = os.lstat(run.path / METRICS).st_mtime
+        written = os.lstat(run.path / METRICS_FILE).st_mtime
     except OSError:
         written = None
     last = next((record for record in reversed(records) if isinstance(record, Step)), None)
@@ -200,7 +200,7 @@ def _size(path: Path) -> int:
 def _list_entry(run: RunFiles, job: dict[str, Any]) -> dict[str, Any]:
     """What the list shows of a run, without reading its metrics."""
     try:
-        written: float | None = os.lstat(run.path / METRICS).st_mtime
+        written: float | None = os.lstat(run.path / METRICS_FILE).st_mtime
     except OSError:
         written = None
     model, train = _section(job, "model"), _section(job, "train")

@@ -16,8 +16,8 @@ from fivefold.checkpoint.store import Store
 from fivefold.support.errors import UserError
 from fivefold.support.files import open_regular, read_regular
 from fivefold.support.parsing import parse_json, parse_toml, parsing
-from fivefold.support.text import bytes_text, counted, did_you_mean
-from fivefold.trainer.records import METRICS, Record, from_line
+from fivefold.support.text import bytes_text, did_you_mean, plural
+from fivefold.trainer.records import METRICS_FILE, Record, from_line
 
 JOB, ENVIRONMENT = "job.toml", "environment.json"
 MAX_TABLE_BYTES = {JOB: 1 << 16, ENVIRONMENT: 1 << 20}
@@ -72,10 +72,10 @@ def runs_in(roots: tuple[Path, ...]) -> tuple[dict[str, RunFiles], list[str]]:
             continue
         runs += folder.runs
         if not folder.runs:
-            notes.append(f"{as_text(root)} is not a run and contains none: a run has {METRICS} or {JOB}")
+            notes.append(f"{as_text(root)} is not a run and contains none: a run has {METRICS_FILE} or {JOB}")
         elif folder.others:
-            count, few = counted(len(folder.others), "folder"), _few(folder.others)
-            notes.append(f"{count} of {as_text(root)} without {METRICS}: {few}")
+            count, few = plural(len(folder.others), "folder"), _few(folder.others)
+            notes.append(f"{count} of {as_text(root)} without {METRICS_FILE}: {few}")
         if folder.outside:
             notes.append(
                 f"{_few(folder.outside)} of {as_text(root)} lead out of it and are not read; "
@@ -129,12 +129,12 @@ def _read_folder(root: Path) -> _Folder:
 
 
 def _is_run(path: Path) -> bool:
-    return any(os.path.isfile(path / name) and not os.path.islink(path / name) for name in (METRICS, JOB))
+    return any(os.path.isfile(path / name) and not os.path.islink(path / name) for name in (METRICS_FILE, JOB))
 
 
 def _age(run: RunFiles) -> float:
     """A sort key: the run with the newest metrics first."""
-    for name in (METRICS, JOB):
+    for name in (METRICS_FILE, JOB):
         try:
             return -os.lstat(run.path / name).st_mtime
         except OSError:
@@ -175,7 +175,7 @@ class MetricsPiece(NamedTuple):
 def metrics(run: RunFiles, file: int = 0, offset: int = 0, max_bytes: int = 0) -> MetricsPiece:
     """The records of metrics.jsonl from `offset` on if it is still that `file`, else from its start. An unfinished line
     is left for the next call. With `max_bytes`, only so many are read, from the first line that begins there."""
-    path = run.inside(METRICS)
+    path = run.inside(METRICS_FILE)
     if path is None:
         return MetricsPiece([], 0, 0, 0, 0, bool(file))
     try:
@@ -222,10 +222,13 @@ def all_metrics(run: RunFiles, runs: int = 1) -> tuple[list[MetricsPiece], str]:
     pieces = pieces[last_anew:]  # those before are of another file
     if first.size > at_most * MAX_PIECE_BYTES:
         parts = f"{samples} parts of {bytes_text(MAX_LINE_BYTES)} each"
-        return pieces, f"{METRICS} has {bytes_text(first.size)}: {parts} were read, spread evenly, and the rest was not"
+        return (
+            pieces,
+            f"{METRICS_FILE} has {bytes_text(first.size)}: {parts} were read, spread evenly, and the rest was not",
+        )
     if stopped:
         read = f"its first {bytes_text(last.offset)} were read, with {MAX_PIECE_LINES * at_most:,} lines at most"
-        return pieces, f"{METRICS} has {bytes_text(last.size)}: {read}, and the rest was not"
+        return pieces, f"{METRICS_FILE} has {bytes_text(last.size)}: {read}, and the rest was not"
     return pieces, ""
 
 
@@ -309,7 +312,7 @@ def _checkpoints(run: RunFiles, left_out: list[str]) -> Iterator[RunEvent]:
         time, bytes_left = status.st_mtime, bytes_left - status.st_size
         text, size = _describe(checkpoint) if bytes_left >= 0 else ("its manifest is too long to read here", None)
         yield RunEvent("checkpoint", checkpoint.step, time, text, (time, -1, 0), size)
-    for aside in store.aside():
+    for aside in store.set_aside_folders():
         path = folder / str(aside.name)
         time, step = os.lstat(path).st_mtime, re.search(rf"step-{_N}\b", path.name)
         word = next((word for word in ("damaged", "suspect") if f".{word}" in path.name), "incomplete")
@@ -320,7 +323,7 @@ def _checkpoints(run: RunFiles, left_out: list[str]) -> Iterator[RunEvent]:
 def _describe(checkpoint: Checkpoint) -> tuple[str, int | None]:
     """A checkpoint's text and its bytes; what is wrong with its manifest and None if that cannot be read."""
     try:
-        return counted(len(checkpoint.manifest.files), "file"), checkpoint.bytes
+        return plural(len(checkpoint.manifest.files), "file"), checkpoint.bytes
     except UserError as error:
         return as_text(error.problems[0].replace(str(checkpoint.path), checkpoint.path.name)), None
 
@@ -388,7 +391,7 @@ def _start_event(header: re.Match[str], time: float, start: int, resumed: re.Mat
     number = int(header[5] or 1)
     restarted = number > 1 or start > 0
     step = None if restarted else 0
-    where = f"{counted(int(header[3]), 'rank')}, rank 0 on {header[4]}"
+    where = f"{plural(int(header[3]), 'rank')}, rank 0 on {header[4]}"
     if resumed:
         restarted, step, where = True, int(resumed[1]), f"resumes after step {resumed[1]}; {where}"
     return RunEvent("restart" if restarted else "start", step, time, where, (time, start, 0))

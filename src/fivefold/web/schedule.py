@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.schedules.costs import Durations, parse_slow
-from fivefold.schedules.palette import NAMES
+from fivefold.schedules.palette import KIND_NAMES
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.schedules.result import CompareResult, DrawResult, Query, figures_of
 from fivefold.schedules.simulate import Simulation, dependencies
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import checked, within
+from fivefold.support.ranges import check_range, within
 from fivefold.support.text import did_you_mean
+from fivefold.web.held import held
 from fivefold.web.question import Ask
 
 PARAMETERS = ("pp", "microbatches", "chunks", "times", "slow")
@@ -27,6 +28,7 @@ TIME_STEPS = 4000  # of the makespan, in a small picture
 MAX_RANKS = 256  # of a pipeline; also the most chunks of one rank
 # Drawn while a slider moves; larger schedules are drawn in a process of their own.
 MAX_QUICK_PASSES, MAX_QUICK_RANKS = 1024, 16
+MAX_REPORT_PASSES = 256  # for which a report also holds the other schedules
 SLIDER_PASSES = 2048  # pipeline ranks x microbatches that the sliders offer
 SLIDER_PP = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 SLIDER_M = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
@@ -82,6 +84,33 @@ def schedule_views(result: DrawResult) -> list[tuple[str, dict[str, Any], dict[s
     return pages
 
 
+def others(result: DrawResult) -> dict[str, Any] | None:
+    """What the report of a single schedule holds besides: the whole catalogue, also with half and twice as many
+    microbatches. None for a schedule of a file, and for a large one."""
+    (simulation,) = result.simulations
+    schedule, asked = simulation.schedule, result.query
+    counts = [
+        m for m in (schedule.m // 2, schedule.m, 2 * schedule.m) if m >= 1 and schedule.p * m <= MAX_REPORT_PASSES
+    ]
+    if asked is None or schedule.name not in CATALOGUE or schedule.m not in counts:
+        return None
+    answers: dict[str, dict[str, Any]] = {}
+    listed = [{"name": info.name, "needs": info.needs, "made": False} for info in CATALOGUE.values()]
+    for m in counts:
+        query = replace(asked, pp=schedule.p, microbatches=m, memory=None, group=None)
+        for name in CATALOGUE:
+            words = {} if m == schedule.m else {"schedule": schedule.name, "microbatches": str(m)}
+            page = _page(query, name, listed, words) | _draw_or_refuse(query, name)
+            answers[f"{name} {m}"] = {"payload": page, "parts": {}}
+        mine = answers[f"{schedule.name} {m}"]
+        if m != schedule.m and mine["payload"]["drawn"]:
+            mine["parts"] = _with_catalogue(query, query.simulate(schedule.name))
+    del answers[own := f"{schedule.name} {schedule.m}"]
+    steps = {"pp": [schedule.p], "microbatches": counts, "chunks": [asked.chunks] if asked.chunks else []}
+    offers = {"schedules": listed, "steps": _steps(replace(asked, pp=schedule.p, microbatches=schedule.m)) | steps}
+    return held(("schedule", "microbatches"), answers, own, offers | {"fixed": True})
+
+
 def step_view(simulation: Simulation, microbatches: int) -> dict[str, Any] | None:
     """The payload of a step of `microbatches` that the planner has simulated, perhaps with fewer of them, in seconds.
     None if it is too large for a report."""
@@ -125,7 +154,7 @@ def _page(query: Query, name: str, schedules: list[dict[str, Any]], asked: dict[
         "asked": _asked(query, name),
         "steps": _steps(query),
         "schedules": schedules,
-        "kinds": {str(kind): name for kind, name in NAMES.items()},
+        "kinds": {str(kind): name for kind, name in KIND_NAMES.items()},
         "asks": {"every": asked, "made": asked},
     }
 
@@ -174,7 +203,7 @@ def _query(ask: Ask, *names: str) -> Query:
         )
     pp, m = _integer(ask, "pp", DEFAULT_PP, MAX_RANKS), _integer(ask, "microbatches", DEFAULT_M, MAX_PASSES)
     chunks = ask.integer("chunks") if any(CATALOGUE[name].any_chunks for name in names) else None
-    checked("chunks", chunks, within(1, MAX_RANKS))
+    check_range("chunks", chunks, within(1, MAX_RANKS))
     most, by_chunks = (MAX_PASSES, "") if chunks is None else (4 * MAX_PASSES, f" x chunks={chunks}")
     if pp * m * (chunks or 1) > most:
         raise UserError(
@@ -189,7 +218,7 @@ def _query(ask: Ask, *names: str) -> Query:
 
 def _integer(ask: Ask, name: str, default: int, most: int) -> int:
     """A number from 1 to `most`; `default` if it is absent."""
-    number = checked(name, ask.integer(name), within(1, most))
+    number = check_range(name, ask.integer(name), within(1, most))
     return default if number is None else int(number)
 
 

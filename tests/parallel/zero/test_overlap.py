@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.layout.buckets import buckets
+from fivefold.layout.bucket_plan import buckets
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import local_params
 from fivefold.model.linear_cross_entropy import Targets

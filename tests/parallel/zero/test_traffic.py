@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from fivefold.layout.buckets import BucketParams, buckets
+from fivefold.layout.bucket_plan import BucketParams, buckets
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import local_params
 from fivefold.parallel.optimizer import Optimizer
-from fivefold.parallel.traffic import TrafficCounter
+from fivefold.parallel.traffic_counter import TrafficCounter
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from tests.parallel.zero.world import CONFIG, SMALL, each, forward_backward, make, microbatches

@@ -12,7 +12,7 @@ from fivefold.support.errors import TrainingError
 from fivefold.trainer import checkpointing
 from fivefold.trainer.records import StepDecision
 from fivefold.trainer.result import TrainResult
-from fivefold.trainer.spikes import NAME, KnownDecisions, known
+from fivefold.trainer.spikes import DECISIONS_FILE, KnownDecisions, read_decisions
 from fivefold.web.run_files import _log_events
 from tests.checkpoint.runs import Run, small_job
 from tests.commands import fivefold
@@ -30,7 +30,7 @@ def story(rank: int, world: int, job: Job, directory: Path) -> Story:
     run = Run(job, world, directory / "checkpoints")
     policy = run.trainer.policy
     policy.learn(
-        run.keeper.control.broadcast_value(known(directory) if rank == 0 else KnownDecisions(), KnownDecisions)
+        run.keeper.control.broadcast_value(read_decisions(directory) if rank == 0 else KnownDecisions(), KnownDecisions)
     )
     policy.say, policy.directory = run.said.append, directory if rank == 0 else None
     run.keeper.restore()
@@ -55,7 +55,7 @@ def test_what_was_decided_is_decided_again_in_another_layout(tokens: Path, tmp_p
     first = run_ranks(2, story, job, tmp_path / "first", env=faults)
     assert first[0][0] == first[1][0]
     assert first[0][2] == first[1][2]  # all ranks decide alike
-    skip, rollback = known(tmp_path / "first").decisions
+    skip, rollback = read_decisions(tmp_path / "first").decisions
     assert (skip.step, skip.action, skip.why, skip.first, skip.samples) == (6, "skip", "spike", 40, 48)
     assert skip.loss is not None
     assert skip.usual_loss is not None
@@ -72,10 +72,10 @@ def test_what_was_decided_is_decided_again_in_another_layout(tokens: Path, tmp_p
     again = run_ranks(2, story, small_job(tokens, *WATCH, "layout=tp=2"), tmp_path / "again")
     assert batches(again[0]) == [5, 6, *range(11, 17)]
     assert curve(again[0]) == pytest.approx(curve(first[0])[4:], rel=1e-9)
-    assert known(tmp_path / "again").decisions == [skip, rollback]
+    assert read_decisions(tmp_path / "again").decisions == [skip, rollback]
 
     (tmp_path / "told").mkdir()
-    shutil.copy(tmp_path / "first" / NAME, tmp_path / "told")
+    shutil.copy(tmp_path / "first" / DECISIONS_FILE, tmp_path / "told")
     told = story(0, 1, small_job(tokens, *WATCH, "layout=microbatches=2"), tmp_path / "told")
     assert curve(told) == pytest.approx(curve(first[0]), rel=1e-9)
     assert batches(told) == [*range(1, 7), *range(11, 17)]
@@ -89,9 +89,9 @@ def test_a_rollback_brings_back_all_of_the_state(tokens: Path, tmp_path: Path, l
     """Against a run that leaves the samples out and never had anything to bring back: to the bit."""
     job = small_job(tokens, *WATCH, f"layout={layout}", "train.dtype=bfloat16")
     first = run_ranks(2, story, job, tmp_path / "first", env={"FIVEFOLD_FAULT": "nan@rank=1,step=10,at=batch"})
-    assert known(tmp_path / "first").decisions[0].back == 6
+    assert read_decisions(tmp_path / "first").decisions[0].back == 6
     (tmp_path / "told").mkdir()
-    shutil.copy(tmp_path / "first" / NAME, tmp_path / "told")
+    shutil.copy(tmp_path / "first" / DECISIONS_FILE, tmp_path / "told")
     told = run_ranks(2, story, job, tmp_path / "told")
     assert [one[0] for one in told] == [one[0] for one in first]
 
@@ -121,7 +121,7 @@ def test_memory_is_gone_back_to_where_it_is_nearer(
     disk = story(0, 1, small_job(tokens, *WATCH), tmp_path / "disk")
     job = small_job(tokens, *WATCH, "checkpoint.every=100", "checkpoint.memory_every=3")
     memory = story(0, 1, job, tmp_path / "run")
-    (decided,) = known(tmp_path / "run").decisions
+    (decided,) = read_decisions(tmp_path / "run").decisions
     assert (decided.back, decided.samples) == (6, 80)
     assert memory[0] == disk[0]
 
@@ -135,7 +135,7 @@ def test_a_fault_that_comes_back_ends_the_run(tokens: Path, tmp_path: Path, monk
     monkeypatch.setenv("FIVEFOLD_FAULT", "nan@step=10")
     with pytest.raises(TrainingError, match=r"step 10: .* not finite; samples .*; the run ends: steps 10, 10, 10 were"):
         story(0, 1, small_job(tokens, *WATCH), tmp_path)
-    assert [one.back for one in known(tmp_path).decisions] == [6, 6, 6]
+    assert [one.back for one in read_decisions(tmp_path).decisions] == [6, 6, 6]
 
 
 def test_without_a_checkpoint_that_is_old_enough_a_rollback_is_a_skip(
@@ -143,7 +143,7 @@ def test_without_a_checkpoint_that_is_old_enough_a_rollback_is_a_skip(
 ) -> None:
     monkeypatch.setenv("FIVEFOLD_FAULT", "nan@step=4")
     _, samples, said = story(0, 1, small_job(tokens, *WATCH), tmp_path)
-    (decided,) = known(tmp_path).decisions
+    (decided,) = read_decisions(tmp_path).decisions
     assert (decided.action, decided.back) == ("skip", None)
     assert samples == list(range(96))
     assert said[0] == "step 4: there is no checkpoint of step 0 or before to go back to"
@@ -167,7 +167,7 @@ def test_a_run_shows_what_was_decided_wherever_it_is_looked_at(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     result = TrainResult.read(tmp_path / "runs/run")
     (decided,) = result.decisions
-    assert known(tmp_path / "runs/run").decisions == [decided]
+    assert read_decisions(tmp_path / "runs/run").decisions == [decided]
     assert (decided.step, decided.action, decided.first, decided.samples) == (6, "skip", 20, 24)
     assert [step.step for step in result.steps] == list(range(1, 11))
     assert [step.samples for step in result.steps] == list(range(4, 44, 4))

@@ -8,7 +8,16 @@ import pytest
 from fivefold.job.config import WatchConfig, read_job
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.trainer.records import MetricsFile, Step, StepDecision, read, trim
-from fivefold.trainer.spikes import NAME, Account, Decisions, Policy, StepNumbers, is_spike, known, write
+from fivefold.trainer.spikes import (
+    DECISIONS_FILE,
+    Account,
+    Decisions,
+    Policy,
+    StepNumbers,
+    is_spike,
+    read_decisions,
+    write,
+)
 
 EVEN = [StepNumbers(2.0 + 0.01 * (-1) ** n, 1.0) for n in range(8)]
 
@@ -124,16 +133,19 @@ def test_a_rollback_is_made_again_by_leaving_out_its_samples() -> None:
 
 def test_decisions_outlive_a_start_and_damage_to_them_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, decision(9))
-    with (tmp_path / NAME).open("ab") as file:
+    with (tmp_path / DECISIONS_FILE).open("ab") as file:
         file.write(b'{"kind":"decision","step"')
-    assert (known(tmp_path).decisions, known(tmp_path).damaged) == ([decision(9)], 0)  # once: it is removed
+    assert (read_decisions(tmp_path).decisions, read_decisions(tmp_path).damaged) == (
+        [decision(9)],
+        0,
+    )  # once: it is removed
     write(tmp_path, decision(10))
-    assert known(tmp_path).decisions == [decision(9), decision(10)]
+    assert read_decisions(tmp_path).decisions == [decision(9), decision(10)]
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.on_step(step(5))
-    assert known(tmp_path).judged == 20
+    assert read_decisions(tmp_path).judged == 20
     trim(tmp_path / "metrics.jsonl", 2)
-    assert known(tmp_path).judged == 20
+    assert read_decisions(tmp_path).judged == 20
 
 
 def test_metrics_hold_one_curve_and_what_was_decided(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class Check:
         return Model(weights, called("TensorParallelAttention", *given) if self.layout else Whole(*given))
 
     def load(self, model: nn.Module, full: dict[str, Tensor]) -> None:
-        load_shards(model, self.made(full))
+        load_shards(model, self.made(full), full)
 
     def batch(self, step: int) -> Tensor:
         """What each element of the output counts in the loss, so that no two errors cancel."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from fivefold.labs.lab import F64, Case, Hint, Lab
+from fivefold.labs.lab import F64, Case, Hint, Lab, along
 from fivefold.labs.messages import LabMessage
 
 B, S, D, HEAD = 2, 6, 16, 4  # sequences, tokens, width, and width of a head
@@ -30,7 +30,7 @@ LAB = Lab(
     "heads over ranks, two all-reduces a layer, and kv heads that are fewer than ranks",
     (
         Case("heads", ("tp=2", "tp=4"), "four heads", needs(4), {MIXED: -1, SUMMED: None}),
-        Case("grouped", ("tp=2",), "two kv heads", needs(2), {MIXED: -1, SUMMED: None}),
+        Case("grouped", ("tp=2", "tp=4"), "two kv heads", needs(2), {MIXED: -1, SUMMED: None}),
         Case("shared", ("tp=2", "tp=4"), "kv heads that ranks share", needs(1), {MIXED: -1, SUMMED: None}),
     ),
     (
@@ -41,6 +41,11 @@ LAB = Lab(
         Hint(
             (MIXED, "differs"),
             "look at the mask, at the scale 1/sqrt(head width), and at which kv head each query head uses",
+        ),
+        Hint(("is in __init__",), "`dist.new_group` is called by all ranks, for all groups and in the same order"),
+        Hint(
+            ("attention.k", "no one factor"),
+            "only the ranks that share a kv head have parts of its gradient: sum over these, and not over all ranks",
         ),
         Hint(
             ("attention.k", "missing SUM"),
@@ -53,5 +58,5 @@ LAB = Lab(
             ("exactly x", "= tp"), "the gradient of a sum is a copy: the backward pass of the all-reduce sends nothing"
         ),
     ),
-    bench="tp",
+    bench=along("tp"),
 )

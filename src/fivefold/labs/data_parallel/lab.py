@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from fivefold.labs.lab import F64, Case, Hint, Lab
+from fivefold.labs.lab import F64, Case, Hint, Lab, along
 from fivefold.labs.messages import LabMessage
 
 SAMPLES, WIDTHS = 8, (6, 10, 10, 3)  # of the batch; of the layers between which a gelu stands
@@ -31,6 +31,11 @@ def overlaps(ranks: Sequence[Sequence[LabMessage]]) -> str:
                 f"the numbers are right, but rank {rank} sends its first bucket after the whole backward pass: send "
                 "one as soon as its gradients are there"
             )
+        if "wait" in before:
+            return (
+                f"the numbers are right, but rank {rank} waits for a bucket while gradients are still to be computed: "
+                "send it with async_op=True, and wait in finish()"
+            )
     return ""
 
 
@@ -53,4 +58,5 @@ LAB = Lab(
         Hint(("missing SUM",), "these gradients are divided and never reduced"),
         Hint(("zero or missing",), "what is reduced has to be copied back into the gradients"),
     ),
+    bench=along("dp"),
 )

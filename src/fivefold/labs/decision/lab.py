@@ -42,7 +42,7 @@ def quantities(option: Mapping[str, Any], parameters: float, bubble: float) -> l
 def judge(lab: Lab, file: Path) -> FileVerdict:
     try:
         answer = tomllib.loads(file.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:  # the last of [[[[...
         return FileVerdict(lab.name, lab.title, _HEADS, [], [f"{file.name} is no TOML: {error}"])
     layout = answer.get("layout")
     if not isinstance(layout, str) or not layout:

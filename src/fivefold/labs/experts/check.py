@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fivefold.labs.experts.lab import EXPERTS, HIDDEN, OUTPUT, TOP, D
 from fivefold.labs.student import called, load_shards, probe, recorded, unlike
 
-SIZES = {"router": (EXPERTS, D), "up": (EXPERTS, HIDDEN, D), "down": (EXPERTS, D, HIDDEN)}
+NAMES = ("router", "up", "down")
 
 
 class Whole(nn.Module):
@@ -27,6 +27,19 @@ class Whole(nn.Module):
         return torch.einsum("teh,edh,te->td", inner, self.down, weights)
 
 
+class Chosen(Whole):
+    """An expert computes the tokens that chose it: what is timed against."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, chosen = (x @ self.router.T).topk(TOP)
+        weights, output = scores.softmax(-1), torch.zeros_like(x)
+        for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            token, place = (chosen == expert).nonzero(as_tuple=True)
+            given = F.linear(F.gelu(F.linear(x[token], up)), down) * weights[token, place].unsqueeze(-1)
+            output = output.index_add(0, token, given)
+        return output
+
+
 class Model(nn.Module):
     """x is a parameter: its gradient is what the layer hands back to the ones before it."""
 
@@ -39,10 +52,11 @@ class Check:
     LAYOUTS = ("ep=2",)
     layout: dict[str, int]
 
-    def __init__(self, tokens: int):
-        self.tokens = tokens
-        self.weights = {"x": unlike((tokens, D), 0)}
-        self.weights |= {f"moe.{name}": unlike(size, 1 + seed) for seed, (name, size) in enumerate(SIZES.items())}
+    def __init__(self, tokens: int, width: int = D, hidden: int = HIDDEN, alone: type[Whole] = Whole):
+        self.shape, self.alone = (tokens, width), alone
+        sizes = dict(zip(NAMES, ((EXPERTS, width), (EXPERTS, hidden, width), (EXPERTS, width, hidden)), strict=True))
+        self.weights = {"x": unlike(self.shape, 0)}
+        self.weights |= {f"moe.{name}": unlike(size, 1 + seed) for seed, (name, size) in enumerate(sizes.items())}
 
     def world(self, layout: dict[str, int]) -> int:
         return layout["ep"]
@@ -57,16 +71,16 @@ class Check:
         return parts[dist.get_rank()] if dist.get_rank() < len(parts) else x[:0]
 
     def made(self, weights: dict[str, Tensor]) -> Model:
-        given = [weights[f"moe.{name}"] for name in SIZES]
-        moe = called("ExpertParallelMoE", *given, TOP, dist.group.WORLD) if self.layout else Whole(*given)
+        given = [weights[f"moe.{name}"] for name in NAMES]
+        moe = called("ExpertParallelMoE", *given, TOP, dist.group.WORLD) if self.layout else self.alone(*given)
         return Model(self.own(weights["x"]), moe)
 
     def load(self, model: Model, full: dict[str, Tensor]) -> None:
-        load_shards(model, self.made(full))
+        load_shards(model, self.made(full), full)
 
     def batch(self, step: int) -> Tensor:
         """What each element of the output counts in the loss, so that no two errors cancel."""
-        return unlike((self.tokens, D), 100 + step)
+        return unlike(self.shape, 100 + step)
 
     def step(self, model: Any, batch: Tensor) -> dict[str, Tensor]:
         with recorded(self.layout):
@@ -87,3 +101,4 @@ class Check:
 
 
 tokens, few = Check(10), Check(3)
+bench = Check(2048, 256, 512, Chosen)

@@ -53,7 +53,7 @@ class Check:
         return MLP(weights, *(called(name, *pair, dist.group.WORLD) for name, pair in zip(names, pairs, strict=True)))
 
     def load(self, model: nn.Module, full: dict[str, Tensor]) -> None:
-        load_shards(model, self.made(full, alone=not self.layout))
+        load_shards(model, self.made(full, alone=not self.layout), full)
 
     def batch(self, step: int) -> Tensor:
         """What each element of the output counts in the loss, so that no two errors cancel."""

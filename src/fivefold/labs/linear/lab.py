@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from fivefold.labs.lab import F64, Case, Hint, Lab
+from fivefold.labs.lab import F64, Case, Hint, Lab, along
 from fivefold.labs.messages import LabMessage
 
 B, S, D = 2, 6, 16  # sequences, tokens and width
@@ -45,5 +45,5 @@ LAB = Lab(
             "the gradient of a sum is a copy: the backward pass of the row-parallel layer's all-reduce sends nothing",
         ),
     ),
-    bench="tp",
+    bench=along("tp"),
 )

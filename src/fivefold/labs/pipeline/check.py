@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.labs.pipeline.lab import LAYERS, SAMPLES, WIDTH, actions
-from fivefold.labs.student import called, load_shards, mark, recorded, unlike
+from fivefold.labs.student import called, expect, kind_of_value, load_shards, mark, recorded, unlike
 
 
 class Layers(nn.Module):
@@ -27,9 +27,11 @@ class Check:
     LAYOUTS = ("pp=2,m=2",)
     layout: dict[str, int]
 
-    def __init__(self, schedule: str):
-        self.schedule = schedule
-        self.weights = {f"layers.{number}": unlike((WIDTH, WIDTH), number) for number in range(LAYERS)}
+    def __init__(
+        self, schedule: str, samples: int = SAMPLES, width: int = WIDTH, layers: int = LAYERS, even: bool = False
+    ):
+        self.schedule, self.shape, self.count, self.even = schedule, (samples, width), layers, even
+        self.weights = {f"layers.{number}": unlike((width, width), number) for number in range(layers)}
 
     def KNOWN(self, layout: dict[str, int]) -> dict[str, int]:
         return {"m": layout.get("m", 1)}
@@ -40,32 +42,43 @@ class Check:
 
     def made(self, weights: dict[str, Tensor]) -> Layers:
         if not self.layout:
-            return Layers(weights, range(LAYERS))
+            return Layers(weights, range(self.count))
         rank, stages = dist.get_rank(), self.layout["pp"]
-        # The first stage has one layer, and the others share the rest.
-        firsts = [0, *(1 + (LAYERS - 1) * stage // (stages - 1) for stage in range(stages))]
+        if self.even:
+            firsts = [self.count * stage // stages for stage in range(stages + 1)]
+        else:  # the first stage has one layer, and the others share the rest
+            firsts = [0, *(1 + (self.count - 1) * stage // (stages - 1) for stage in range(stages))]
         return Layers(weights, range(firsts[rank], firsts[rank + 1]))
 
     def load(self, model: nn.Module, full: dict[str, Tensor]) -> None:
         load_shards(model, self.made(full))
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        return unlike((SAMPLES, WIDTH), 100 + step), unlike((SAMPLES, WIDTH), 200 + step)
+        return unlike(self.shape, 100 + step), unlike(self.shape, 200 + step)
 
     def step(self, model: Any, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
         if not self.layout:
-            loss = F.mse_loss(model(batch[0]), batch[1])
-            loss.backward()
+            with recorded(self.layout):
+                loss = F.mse_loss(model(batch[0]), batch[1])
+                loss.backward()
             return {"loss": loss.detach()}
         stages, m = self.layout["pp"], self.layout["m"]
         inputs, targets = (list(side.chunk(m)) for side in batch)
         hooks = [model.register_forward_pre_hook(lambda *_: mark("F")),
                  model.register_full_backward_hook(lambda *_: mark("B"))]  # fmt: skip
         given = actions(self.schedule, stages, m, dist.get_rank())
-        shape = (len(inputs[0]), WIDTH)
+        shape = (len(inputs[0]), self.shape[1])
         arguments = (given, model, inputs, lambda y, i: F.mse_loss(y, targets[i]), shape, dist.group.WORLD)
         with recorded(self.layout):
             losses = called("run", *arguments)
+            last = dist.get_rank() == stages - 1
+            wanted = f"a list of {m} losses" if last else "[]: the last stage alone has losses"
+            held = (
+                f"run returns {kind_of_value(losses)}"
+                if not isinstance(losses, list)
+                else f"run returns {len(losses)} losses"
+            )
+            expect(isinstance(losses, list) and len(losses) == (m if last else 0), held, wanted)
         for hook in hooks:
             hook.remove()
         if dist.get_rank() < stages - 1:
@@ -74,3 +87,4 @@ class Check:
 
 
 gpipe, one_f_one_b = Check("gpipe"), Check("1f1b")
+bench = Check("1f1b", 1024, 320, 8, even=True)

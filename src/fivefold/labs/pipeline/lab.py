@@ -5,9 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from fivefold.labs.lab import F64, Case, Hint, Lab
 from fivefold.labs.messages import LabMessage
 from fivefold.schedules.actions import FORWARD
+from fivefold.schedules.costs import Durations
 from fivefold.schedules.registry import build
+from fivefold.schedules.result import Query
 
 SAMPLES, WIDTH, LAYERS = 60, 4, 6  # 2 to 5 microbatches divide the samples
+TIMED = 8  # microbatches of the step that is timed
 
 
 def actions(schedule: str, stages: int, microbatches: int, rank: int) -> list[tuple[str, int]]:
@@ -47,6 +50,12 @@ def in_order(schedule: str) -> Callable[[Sequence[Sequence[LabMessage]]], str]:
     return judge
 
 
+def bubble(ranks: int) -> float:
+    """Of 1F1B with equal stages, a backward that takes twice its forward, and messages that take nothing."""
+    found = Query(("1f1b",), ranks, TIMED, times=Durations.parse("f=1,b=2")).simulate("1f1b")
+    return found.bubble_makespan
+
+
 LAB = Lab(
     "pipeline",
     "A pipeline executor",
@@ -64,6 +73,14 @@ LAB = Lab(
                                    "gradient of its input goes to the stage before"),
         Hint(("are left out",), "a microbatch that was computed is never sent backward"),
         Hint(("samples of the batch",), "backward of a microbatch belongs to its own forward: keep outputs by number"),
-        Hint(("no one factor",), "backward of a microbatch belongs to its own forward: keep outputs by number"),
+        Hint(
+            ("no one factor",),
+            "backward of a microbatch begins with the gradient that was received for it, and belongs to its own "
+            "forward: keep outputs by number",
+        ),
+        Hint(("'NoneType'", "raised"), "what a stage receives has a gradient only after requires_grad_()"),
+        Hint(("the loss is",), "`run` returns the loss of every microbatch, in order and not divided"),
     ),
+    bench=lambda ranks: {"pp": ranks, "m": TIMED},
+    bubble=bubble,
 )  # fmt: skip

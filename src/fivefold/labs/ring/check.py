@@ -3,6 +3,7 @@
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fivefold.labs.ring.lab import OUTPUT, TOKENS, B, D, H
 from fivefold.labs.student import called, load_shards, probe, recorded, unlike
@@ -20,9 +21,9 @@ class Check:
     LAYOUTS = ("cp=2",)
     layout: dict[str, int]
 
-    def __init__(self, causal: bool, scale: float = 1.0):
-        self.causal = causal
-        self.weights = {name: unlike((B, H, TOKENS, D), seed) * scale for seed, name in enumerate("qkv")}
+    def __init__(self, causal: bool, scale: float = 1.0, shape: tuple[int, ...] = (B, H, TOKENS, D)):
+        self.causal, self.shape = causal, shape
+        self.weights = {name: unlike(shape, seed) * scale for seed, name in enumerate("qkv")}
 
     def build(self, layout: dict[str, int]) -> Sides:
         self.layout = layout
@@ -40,7 +41,7 @@ class Check:
 
     def batch(self, step: int) -> Tensor:
         """What each element of the output counts in the loss, so that no two errors cancel."""
-        return unlike((B, H, TOKENS, D), 100 + step)
+        return unlike(self.shape, 100 + step)
 
     def step(self, model: Sides, batch: Tensor) -> dict[str, Tensor]:
         sides = model.q, model.k, model.v
@@ -48,7 +49,8 @@ class Check:
             if self.layout:
                 output = called("ring_attention", *sides, self.causal, dist.group.WORLD)
             else:
-                output = F.scaled_dot_product_attention(*sides, is_causal=self.causal)
+                with sdpa_kernel(SDPBackend.MATH):  # a fused kernel is another matter than how many ranks there are
+                    output = F.scaled_dot_product_attention(*sides, is_causal=self.causal)
             probe(self.layout, OUTPUT, output)
             loss = (output * self.own(batch)).sum()
             loss.backward()
@@ -58,3 +60,4 @@ class Check:
 
 
 whole, causal, large = Check(False), Check(True), Check(True, 30.0)
+bench = Check(True, shape=(2, 4, 1024, 32))

@@ -11,6 +11,7 @@ from fivefold.support.errors import UserError
 
 RANKS, MICROBATCHES = 4, 8
 _OTHERS = ("1f1b", "zb-h1")
+_SHOWN = 3  # problems of a file that is no schedule: one mistake makes many
 _HEADS = ("schedule", ">makespan", ">bubble", ">activations held")
 
 
@@ -28,7 +29,8 @@ def judge(lab: Lab, file: Path) -> FileVerdict:
             )
         found = query.simulate(schedule)
     except UserError as error:
-        return FileVerdict(lab.name, lab.title, _HEADS, rows, error.problems)
+        shown, more = error.problems[:_SHOWN], len(error.problems) - _SHOWN
+        return FileVerdict(lab.name, lab.title, _HEADS, rows, [*shown, *([f"and {more} more"] if more > 0 else [])])
     return FileVerdict(lab.name, lab.title, _HEADS, [_row("yours", found), *rows], _problems(found, others["1f1b"]))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fivefold.labs.sequence.lab import GATHERED, HIDDEN, NORMED, OUTPUT, B, D
 from fivefold.labs.student import called, load_shards, probe, recorded, unlike
 
-SIZES = {"weight": (D,), "bias": (D,), "up": (HIDDEN, D), "down": (D, HIDDEN)}
+NAMES = ("weight", "bias", "up", "down")
 
 
 class Whole(nn.Module):
@@ -18,7 +18,7 @@ class Whole(nn.Module):
         self.weight, self.bias, self.up, self.down = (nn.Parameter(one.clone()) for one in (weight, bias, up, down))
 
     def norm(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (D,), self.weight, self.bias)
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias)
 
     def gather(self, x: Tensor) -> Tensor:
         return x
@@ -50,10 +50,11 @@ class Model(nn.Module):
 class Check:
     LAYOUTS = ("tp=2",)
 
-    def __init__(self, tokens: int):
-        self.tokens = tokens
-        self.weights = {"x": unlike((B, tokens, D), 0)}
-        self.weights |= {f"norm.{name}": unlike(size, 1 + seed) for seed, (name, size) in enumerate(SIZES.items())}
+    def __init__(self, tokens: int, sequences: int = B, width: int = D, hidden: int = HIDDEN):
+        self.shape = (sequences, tokens, width)
+        sizes = dict(zip(NAMES, ((width,), (width,), (hidden, width), (width, hidden)), strict=True))
+        self.weights = {"x": unlike(self.shape, 0)}
+        self.weights |= {f"norm.{name}": unlike(size, 1 + seed) for seed, (name, size) in enumerate(sizes.items())}
 
     def build(self, layout: dict[str, int]) -> nn.Module:
         self.layout = layout
@@ -64,16 +65,16 @@ class Check:
         return x.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]
 
     def made(self, weights: dict[str, Tensor]) -> nn.Module:
-        given: list[Any] = [*(weights[f"norm.{name}"] for name in SIZES), dist.group.WORLD]
+        given: list[Any] = [*(weights[f"norm.{name}"] for name in NAMES), dist.group.WORLD]
         block = called("SequenceParallelMLP", *given) if self.layout else Whole(*given)
         return Model(self.own(weights["x"]), block)
 
     def load(self, model: nn.Module, full: dict[str, Tensor]) -> None:
-        load_shards(model, self.made(full))
+        load_shards(model, self.made(full), full)
 
     def batch(self, step: int) -> Tensor:
         """What each element of the output counts in the loss, so that no two errors cancel."""
-        return unlike((B, self.tokens, D), 100 + step)
+        return unlike(self.shape, 100 + step)
 
     def step(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         with recorded(self.layout):
@@ -85,3 +86,4 @@ class Check:
 
 
 six, eight = Check(6), Check(8)
+bench = Check(512, 4, 256, 1024)

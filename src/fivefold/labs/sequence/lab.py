@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from fivefold.labs.lab import F64, Case, Hint, Lab
+from fivefold.labs.lab import F64, Case, Hint, Lab, along
 from fivefold.labs.messages import LabMessage
 
 B, D, HIDDEN = 2, 8, 12  # sequences, width, and width between the two matrices
-OUTPUT, GATHERED, NORMED = "the output of the block", "the gathered tokens", "the normalized tokens"
+OUTPUT, GATHERED, NORMED = "the output of the block", "what is gathered", "what the norm gives"
 _PROBES = {NORMED: 1, GATHERED: None, OUTPUT: 1}
 
 
@@ -26,13 +26,23 @@ LAB = Lab(
     (
         Hint((GATHERED, "another order"), "tokens are joined in dimension 1; torch's collectives join dimension 0"),
         Hint((GATHERED, "shape"), "all ranks' tokens are gathered along dimension 1"),
-        Hint((OUTPUT, "differs"), "each rank has a summand for all tokens: sum them, and keep this rank's tokens"),
-        Hint((OUTPUT, "= tp x"), "the summands are added twice"),
+        Hint(
+            (OUTPUT, "differs"),
+            "each rank has a summand for all tokens: sum them, and keep this rank's, the r-th of neighbouring ones",
+        ),
+        Hint((OUTPUT, "= tp x"), "summands are added twice, or are whole: up and down are to be sharded"),
+        Hint((OUTPUT, "= 1/tp x"), "a sum is wanted, and not the mean"),
         Hint((OUTPUT, "by a bias"), "a bias that every rank adds before the sum is there tp times"),
         Hint(("norm", "missing SUM"), "the norm's weights are on every rank, and each sees other tokens: sum their "
                                       "gradients over tp"),
         Hint(("x", "exactly x", "= 1/tp"), "a gradient is to be summed, and not averaged"),
         Hint(("exactly x", "= tp"), "a gradient that is whole already is summed once more"),
+        Hint(
+            ("no one factor",),
+            "the backward pass of an all-gather is a reduce-scatter, since each rank has a part of every token's "
+            "gradient, and that of a reduce-scatter is an all-gather",
+        ),
         Hint(("add up to the truth",), "the backward pass of an all-gather is a reduce-scatter, which sums"),
     ),
+    bench=along("tp"),
 )  # fmt: skip

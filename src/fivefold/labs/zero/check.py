@@ -37,10 +37,10 @@ class Check:
     optimizer: Any = None
     layout: dict[str, int]
 
-    def __init__(self, sharded: bool):
-        self.sharded = sharded
-        widths = zip(("first", "second"), pairwise(WIDTHS), strict=True)
-        self.weights = {f"{name}.weight": unlike((out, wide), wide) for name, (wide, out) in widths}
+    def __init__(self, sharded: bool, samples: int = SAMPLES, widths: tuple[int, ...] = WIDTHS):
+        self.sharded, self.samples, self.widths = sharded, samples, widths
+        pairs = zip(("first", "second"), pairwise(widths), strict=True)
+        self.weights = {f"{name}.weight": unlike((out, wide), wide) for name, (wide, out) in pairs}
 
     def build(self, layout: dict[str, int]) -> nn.Module:
         self.layout = layout
@@ -59,12 +59,12 @@ class Check:
         return Layers(*map(Whole, values))
 
     def load(self, model: nn.Module, full: dict[str, Tensor]) -> None:
-        load_shards(model, self.made(full))
+        load_shards(model, self.made(full), full)
         if self.layout and not self.sharded:  # its shards are copies of weights
             self.optimizer = called("ZeroOneSGD", list(model.parameters()), LR, MOMENTUM, dist.group.WORLD)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        return unlike((SAMPLES, WIDTHS[0]), 100 + step), unlike((SAMPLES, WIDTHS[-1]), 200 + step)
+        return unlike((self.samples, self.widths[0]), 100 + step), unlike((self.samples, self.widths[-1]), 200 + step)
 
     def step(self, model: Any, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         x, y = (side.chunk(dist.get_world_size())[dist.get_rank()] for side in batch)
@@ -106,3 +106,4 @@ class Check:
 
 
 stage1, stage3 = Check(False), Check(True)
+bench = Check(True, 512, (512, 2048, 512))

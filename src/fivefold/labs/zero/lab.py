@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from fivefold.labs.lab import F64, Case, Hint, Lab
+from fivefold.labs.lab import F64, Case, Hint, Lab, along
 from fivefold.labs.messages import LabMessage
 
 SAMPLES, WIDTHS = 8, (5, 9, 3)  # of the batch; of two layers without biases
@@ -63,7 +63,14 @@ LAB = Lab(
         Hint(("gradients", "exactly x", "= 1/dp"), "the mean is taken twice"),
         Hint(("missing MEAN",), "gradients are never reduced"),
         Hint(("missing SUM",), "gradients are divided and never reduced"),
-        Hint(("ranks that hold the same elements disagree",), "each rank needs the shards that others updated"),
+        Hint(("parameters move x",), "the gradient of a shard is the mean over ranks: no sum, and not divided twice"),
+        Hint(
+            ("parameters after the update are not",),
+            "a step updates the shard by the mean of all ranks' gradients, and gives all ranks the updated shards, "
+            "joined in the order of ranks",
+        ),
+        Hint(("parameters are not updated",), "each rank needs the shards that others updated"),
     ),
     steps=3,
+    bench=along("dp"),
 )

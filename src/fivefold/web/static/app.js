@@ -1,5 +1,6 @@
 // The shell: finds the token or the inline payload, shows a tab for each view, and mounts the one that the address names.
 import { breakable, element } from "./lib/dom.js";
+import { settleInFrame } from "./lib/framed.js";
 import { frozen, inline, live, listing, takeToken } from "./lib/source.js";
 import * as state from "./lib/state.js";
 import { themeSwitch } from "./lib/theme.js";
@@ -51,6 +52,7 @@ async function start() {
     views = held.views.map(view => ({ ...view, source: frozen(view) }));
     of = held.title || "";
     if (held.made) document.body.append(colophon(held.made));
+    settleInFrame(views);
   } else {
     takeToken();
     try {

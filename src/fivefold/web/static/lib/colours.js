@@ -15,7 +15,7 @@ const ACTIONS = { F: "blue", B: "green", I: "orange", W: "purple", S: "slate" };
 const ORDER = ["blue", "orange", "green", "purple", "sky", "red"];
 
 export const axis = name => plain(AXES[name] || "slate");
-/** A rank's place along an axis: 0 is darkest, as in planner/mesh.py. */
+/** A rank's place along an axis: 0 is darkest, as in planner/mesh_picture.py. */
 export const shade = (name, place, ranks) => softer(AXES[name] || "slate", Math.round(72 * place / Math.max(1, ranks - 1)));
 export const cause = name => CAUSES[name] || plain("slate");
 export const action = kind => plain(ACTIONS[kind] || "slate");

@@ -1,6 +1,7 @@
 // Where a view's data comes from: the server of this page, or the page itself.
 //
 //   source.live                                    whether other questions can be asked: controls are off where not
+//   source.plays, source.holds(words)              whether the page itself has answers to others, and to this one
 //   await source.payload(words, { signal })        the view's payload
 //   await source.part("search", words, { signal }) a part that takes longer
 //
@@ -60,18 +61,40 @@ export const listing = () => ask("", {});
 
 export const live = name => ({
   live: true,
+  plays: false,
+  holds: () => true,
   payload: (words, { signal } = {}) => ask(`/${name}`, words, signal),
   part: (part, words, { signal } = {}) => ask(`/${name}/${part}`, words, signal),
 });
 
-export const frozen = view => ({
-  live: false,
-  payload: async () => view.payload,
-  part: async part => {
-    if (view.parts && part in view.parts) return view.parts[part];
-    throw Object.assign(new Error("this file does not hold it"), { problems: [] });
-  },
-});
+/** A view of the page itself: its own answer, and those of `held`, of which the words in `by` make the key. */
+export function frozen(view) {
+  const { held } = view, keys = new Set(held?.keys || []);
+  const key = words => held.by.map(name => words[name] ?? "").join(" ");
+  const holds = words => Boolean(held) && keys.has(key(words));
+  let answers = null;
+  async function answer(words) {
+    if (!holds(words)) return view;
+    answers ||= unpacked(held.gzip);
+    return (await answers)[key(words)] || view;
+  }
+  return {
+    live: false,
+    plays: Boolean(held),
+    holds,
+    payload: async words => ({ ...(await answer(words)).payload, ...held?.offers }),
+    part: async (part, words) => {
+      const { parts } = await answer(words);
+      if (parts && part in parts) return parts[part];
+      throw Object.assign(new Error("this file does not hold it"), { problems: [] });
+    },
+  };
+}
+
+async function unpacked(text) {
+  const bytes = Uint8Array.from(atob(text), sign => sign.charCodeAt(0));
+  return JSON.parse(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text());
+}
 
 /** The payload that the page itself holds; null on a page that a server serves. */
 export function inline() {

@@ -24,8 +24,9 @@ export function mount(root, source) {
   const question = questionControls(ask, source.live);
   const layout = layoutControls({ onMove: move, onGrab: grab, onBest: takeBest, live: source.live });
   const figures = drawFigures({ onTake: take });
-  const why = drawNeighbours({ onTake: take, live: source.live });
-  const list = drawRanking({ onTake: take, live: source.live });
+  const takes = layout => source.holds({ layout });
+  const why = drawNeighbours({ onTake: take, takes });
+  const list = drawRanking({ onTake: take, takes });
   root.append(element("div", { class: "stack" }, question.element,
     element("div", { class: "split" }, side(layout.element),
       element("div", { class: "stack" }, figures.element, why.element, list.element))));

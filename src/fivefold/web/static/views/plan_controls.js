@@ -28,7 +28,7 @@ export function questionControls(ask, live) {
   const error = element("p", { class: "notice bad", role: "alert", hidden: true, "data-testid": "question-error" });
   const fields = [model, nodes, gpus, accelerator, batch, seq, precision, software];
   return {
-    element: element("section", { class: "card stack", "aria-label": "The question" }, element("div", { class: "row" }, fields.map(field => field.element)), about, error),
+    element: element("section", { class: "card stack", "aria-label": "The question" }, element("div", { class: "row", "data-testid": "asked" }, fields.map(field => field.element)), about, error),
     show({ question, choices }) {
       error.hidden = true;
       cluster = { nodes: question.nodes, gpus: question.gpus, accelerator: question.accelerator };

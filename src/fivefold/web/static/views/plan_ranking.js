@@ -6,7 +6,7 @@ import * as format from "../lib/format.js";
 import { legend, responsive, stackedBars } from "../lib/plot.js";
 import { table } from "../lib/table.js";
 
-export function drawNeighbours({ onTake, live }) {
+export function drawNeighbours({ onTake, takes }) {
   const box = element("div", { "data-testid": "neighbours" }), advice = element("p", { class: "bad", "data-testid": "advice" });
   return {
     element: card("One change away, and why not", {}, advice, box),
@@ -26,13 +26,13 @@ export function drawNeighbours({ onTake, live }) {
         element("span", { class: "mono" }, one.change),
         one.slower === null ? "—" : element("span", { class: one.slower < -0.001 ? "good" : "" }, format.signed(one.slower)),
         breakable(one.why.startsWith(one.change) ? one.why.slice(one.change.length).trim() : one.why),
-        one.slower === null || !live ? "" : button("Try", { "aria-label": `Try ${one.change}`, onClick: () => onTake(one.layout) }),
+        one.slower === null || !takes(one.layout) ? "" : button("Try", { "aria-label": `Try ${one.change}`, onClick: () => onTake(one.layout) }),
       ]), { testid: "neighbours-table", records: true }));
     },
   };
 }
 
-export function drawRanking({ onTake, live }) {
+export function drawRanking({ onTake, takes }) {
   let answer = null, picked = [], current = "", lines = [];
   const said = element("span", { class: "dim small", "aria-live": "polite", "data-testid": "search-status" });
   const box = element("div"), versus = element("div");
@@ -49,7 +49,7 @@ export function drawRanking({ onTake, live }) {
       element("input", { type: "checkbox", "aria-label": `Compare ${one.layout}`, "data-testid": `compare-${at}`, checked: picked.includes(at), onChange: () => pick(at) }),
       [layoutText(one.layout), one.layout === answer.best.layout && element("strong", { class: "good" }, " the choice")],
       format.seconds(one.step_seconds), format.count(Math.round(one.tokens_per_second_per_gpu)), format.percent(one.mfu), format.gigabytes(one.memory_bytes),
-      format.percent(Math.max(0, one.time_by_cause.bubble) / one.step_seconds), live ? button("Take", { "aria-label": `Take ${one.layout}`, onClick: () => onTake(one.layout) }) : "",
+      format.percent(Math.max(0, one.time_by_cause.bubble) / one.step_seconds), takes(one.layout) ? button("Take", { "aria-label": `Take ${one.layout}`, onClick: () => onTake(one.layout) }) : "",
     ]);
     lines = [];
     box.replaceChildren(table(["", "layout", ">step", ">tok/s per GPU", ">MFU", ">GB", ">bubble", ""], rows, {

@@ -22,14 +22,17 @@ function figure(name, testid, about) {
 
 export function mount(root, source) {
   let words = { ...state.read().words }, timer = 0, others = "", shown = null, typed = true, told = null;  // typed: the question on its way is that of the address; told: what was wrong with it
-  const controls = scheduleControls({ onMove: move, live: source.live });
-  const every = drawEvery({ onTake: name => move({ schedule: name }), live: source.live });
+  const open = source.live || source.plays;
+  const controls = scheduleControls({ onMove: move, live: open });
+  const every = drawEvery({ onTake: name => move({ schedule: name }), live: open });
   const timeline = drawTimeline();
   const makespan = figure("Makespan", "makespan", "from the first start to the last end"), bubble = figure("Bubble", "bubble", "of all ranks' time until the last end");
   const span = figure("Bubble of the span", "bubble-span", "of the rank that waits longest, while it is at work"), peak = figure("Peak memory", "peak", "");
   const notice = element("p", { class: "notice bad", role: "alert", hidden: true, "data-testid": "refused" });
   const ranks = element("div");
-  root.append(element("div", { class: "split" }, side(controls.element),
+  const column = side(controls.element);
+  column.classList.toggle("plays", source.plays);
+  root.append(element("div", { class: "split" }, column,
     element("div", { class: "stack" }, notice,
       element("div", { class: "figures" }, makespan.element, bubble.element, span.element, peak.element),
       timeline.element, every.element, card("What each rank's time goes to", { "data-testid": "ranks-card" }, ranks))));

@@ -38,8 +38,8 @@ export function scheduleControls({ onMove, live }) {
   whole.addEventListener("input", event => { hand = event.target.dataset.testid; });
   return {
     element: whole,
-    show({ asked, steps, schedules, refused, clock }, stale) {
-      durations.hidden = Boolean(clock);  // those of a planner differ from stage to stage
+    show({ asked, steps, schedules, refused, clock, fixed }, stale) {
+      durations.hidden = Boolean(clock || fixed);  // those of a planner differ from stage to stage; those of a file stay
       const off = !live, held = name => ({ off, held: stale && hand === `slider-${name}` });
       schedule.set(schedules.map(one => ({ value: one.name, text: one.name })), asked.schedule, { off });
       const about = schedules.find(one => one.name === asked.schedule);
