@@ -24,7 +24,7 @@ def check(source: DataSource, before_reading: Callable[[Splits], None] = lambda 
         if impure := next(_impure(row, again.rows[split], source.seq), ""):
             raise UserError(Problem("data.source.pure", f"{name} is not pure in the position: {split} {impure}"))
         if miscounted := next(_miscounted(row, source.seq), ""):
-            raise UserError(Problem("data.source.count", f"{name} miscounts: {split} {miscounted}"))
+            raise UserError(Problem("data.source.count", f"{name} miscounts {split}: {miscounted}"))
     for store in splits.stores:
         store.files.touched.clear()  # no step has read them
     return splits
