@@ -428,7 +428,7 @@ def test_verify_writes_the_page_of_a_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert held(tmp_path / "v.html")["views"][0]["name"] == "verify"
     for words, said in {
         ("v.json",): "v.json is for --html",
-        ("v.json", "--html", "v.html", "--layout", "dp=2"): "--layout says what to prove, but v.json is a finished proof",
+        ("v.json", "--html", "v.html", "--layout", "dp=2"): "--layout says what to prove, but v.json is a",
         (".", "--html", "v.html"): ". is a directory",
         ("--curve", "--html", "v.html"): "--html cannot be combined with --curve",
         ("--curve", "--all", "--jobs", "2"): "--all, --jobs cannot be combined with --curve",
