@@ -67,7 +67,7 @@ HOSTILE = [
         ("no list", [("    return [losses", "    return None; return [losses")], ["run returns None on rank"]),
         ("a loss too few", [("sorted(losses)]", "sorted(losses)][:-1]")], ["run returns 2 losses on rank 1; it should be a list of 3 losses"]),
     ),
-    *rows_of("ring", ("nothing", [("    return RingAttention.apply(", "    return None and RingAttention.apply(")], ["the output is None on rank 0"])),
+    *rows_of("ring", ("nothing", [("    return RingAttention.apply(", "    return None and RingAttention.apply(")], ["the output is None on rank"])),
     *rows_of(
         "data_parallel",
         ("no finish", [("def finish", "def finsh")], ["has no attribute 'finish'"]),
