@@ -181,9 +181,9 @@ def test_a_failure_that_comes_twice_in_the_same_step_is_not_tried_again(tokens: 
 PROBE = """
 import os, sys
 from fivefold.launch import heartbeat
-from fivefold.launch.watchdog import watched
+from fivefold.launch.watchdog import watch
 start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-with watched(60, int(os.environ["RANK"]), 2):
+with watch(60, int(os.environ["RANK"]), 2):
     heartbeat.enter(f"step {sys.argv[1].split(',')[start]}")
     raise ValueError(f"{sys.argv[2].split(',')[start]} at {id(start):#x} after {start}.5 s")
 """
