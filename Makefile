@@ -68,7 +68,7 @@ alone: install
 prove: install
 	$(KEEP) layouts $(BIN)/fivefold verify --all --world 4 --sample 60
 	$(KEEP) accuracy $(BIN)/fivefold accuracy --leave-out
-	$(KEEP) slow-tests $(BIN)/python -m pytest -n 2 -m "(slow or hypothesis) and not alone" --hypothesis-profile thorough
+	$(KEEP) slow-tests $(BIN)/python -m pytest -n 3 --ignore tests/labs -m "(slow or hypothesis) and not alone" --hypothesis-profile thorough
 	$(KEEP) slow-alone $(BIN)/python -m pytest -m "slow and alone"
 
 # On hosts made of namespaces and a Slurm of their own: needs root, iproute2, slurm-wlm and munge.
