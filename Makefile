@@ -92,10 +92,10 @@ others-test: install
 labs-test: install
 	$(KEEP) labs $(BIN)/python -m pytest -n 2 -vv --no-header --durations=0 --durations-min=1 tests/labs
 
-# What CUDA and NCCL prove, on one GPU that ranks share: under ten minutes on an H200 with 16 cores. -rP
+# What CUDA and NCCL prove, on one GPU that ranks share: eight minutes on an H200 with 16 cores. -rP
 # shows what tests print: seconds, and who was named; PyTorch logs much beside it.
 gpu-test: install
-	$(KEEP) gpu $(BIN)/python -m pytest -n 9 -vv -rP -p no:logging --no-header --durations=15 tests/gpu
+	$(KEEP) gpu $(BIN)/python -m pytest -n 11 -vv -rP -p no:logging --no-header --durations=15 tests/gpu
 
 # Random faults against small runs, from seeds: make soak SEEDS=1-100 JOBS=4
 SEEDS ?= 1-5

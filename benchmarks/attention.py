@@ -207,8 +207,8 @@ def attention(
     """
     show(
         measure(AttentionShape(tp, hidden, heads, kv_heads or heads, seq, batch, dtype_of(dtype), rounds)),
-        as_json,
-        output,
+        as_json=as_json,
+        output=output,
     )
 
 

@@ -21,7 +21,7 @@ from fivefold.bench.comparison import base_job
 from fivefold.bench.harness import Machine, OnProgress, RoundTimes, caveats, refuse, table, too_small
 from fivefold.bench.rank_timing import CPU, join_ranks, machine, take_turns
 from fivefold.cli import main, program
-from fivefold.cli.bench import Changes, Rounds, measure_and_show
+from fivefold.cli.measuring import Changes, measure_and_show
 from fivefold.cli.options import Json
 from fivefold.cost.software import ON_CPUS
 from fivefold.cost.step import Workload, stage_passes
@@ -111,6 +111,7 @@ class MixedRun:
     def shortest(self) -> float:
         return min(plan.shortest for plan in self.planned.values())
 
+    @property
     def rows(self) -> list[dict[str, Any]]:
         return [self._row(system) for system in self.seconds]
 
@@ -143,8 +144,9 @@ class MixedBenchResult(Result):
     def ok(self) -> bool:  # type: ignore[override]
         return all(run.apart <= AGREE for run in self.runs)
 
+    @property
     def rows(self) -> list[dict[str, Any]]:
-        return [row for run in self.runs for row in run.rows()]
+        return [row for run in self.runs for row in run.rows]
 
     def to_dict(self) -> dict[str, Any]:
         job, here = self.job, self.machine
@@ -158,7 +160,7 @@ class MixedBenchResult(Result):
             {"asked": run.factor, "speeds": run.speeds.to_dict(), "losses": run.losses, "apart": run.apart,
              "shortest_forward": run.shortest, "seconds": run.seconds} for run in self.runs
         ]  # fmt: skip
-        return setup | {"agree": self.ok, "rows": self.rows(), "runs": runs}
+        return setup | {"agree": self.ok, "rows": self.rows, "runs": runs}
 
     def blocks(self) -> Iterator[Block]:
         job, here, model = self.job, self.machine, self.job.model
@@ -170,7 +172,7 @@ class MixedBenchResult(Result):
             f"torch {here.torch}, {here.cores} cores of {here.name}, a thread a rank; "
             f"{plural(self.rounds, 'round')} in turns, medians"
         )
-        yield table(self.rows(), COLUMNS)
+        yield table(self.rows, COLUMNS)
         yield Text(
             "slower: times that a block takes as long on the slow ranks, as calibrate --ranks has it; planned and "
             "measured: seconds of a step; gain: speed over 1f1b with an even split, planned and measured"
@@ -304,7 +306,7 @@ def mixed(
     ranks: Annotated[int, typer.Option(help="Pipeline ranks; the second half of them is slowed.")] = 2,
     slow: Annotated[str, typer.Option(help="How many times slower, with commas.")] = "1.5,2",
     microbatches: Annotated[int, typer.Option(help="Pieces of the batch, a sequence each.")] = 8,
-    rounds: Rounds = 5,
+    rounds: Annotated[int, typer.Option(help="Timed steps of each system; medians are shown.")] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="Measure speeds in fewer rounds, less sure.")] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the figures here: .csv has the table, .json all.")
@@ -328,7 +330,9 @@ def mixed(
       python -m benchmarks.mixed model.layers=8 --microbatches 4 --json
     """
     measure_and_show(
-        lambda progress: measure(changes or [], ranks, slow, microbatches, rounds, quick, progress), as_json, output
+        lambda progress: measure(changes or [], ranks, slow, microbatches, rounds, quick, progress),
+        as_json=as_json,
+        output=output,
     )
 
 

@@ -482,7 +482,11 @@ def overlap(
 
       python -m benchmarks.overlap --microbatches 12 --batch 24 --link 100 --json
     """
-    show(measure(OverlapShape(pp, microbatches, hidden, layers, seq, batch, link, rounds, injected)), as_json, output)
+    show(
+        measure(OverlapShape(pp, microbatches, hidden, layers, seq, batch, link, rounds, injected)),
+        as_json=as_json,
+        output=output,
+    )
 
 
 app = program(overlap)

@@ -304,7 +304,7 @@ def pipeline(
 
       python -m benchmarks.pipeline --pp 4 --layers 16 --json
     """
-    show(measure(PipelineShape(pp, microbatches, hidden, layers, seq, batch, rounds)), as_json, output)
+    show(measure(PipelineShape(pp, microbatches, hidden, layers, seq, batch, rounds)), as_json=as_json, output=output)
 
 
 app = program(pipeline)

@@ -79,7 +79,7 @@ def plan(
 
       python -m benchmarks.plan
     """
-    show(measure(rounds), as_json, output)
+    show(measure(rounds), as_json=as_json, output=output)
 
 
 app = program(plan)

@@ -92,7 +92,7 @@ def schedules(output: Output = None, as_json: Json = False) -> None:
 
       python -m benchmarks.schedules
     """
-    show(measure_all(), as_json, output)
+    show(measure_all(), as_json=as_json, output=output)
 
 
 app = program(schedules)

@@ -86,7 +86,7 @@ def versions(
 
       python -m benchmarks.versions v1.0 . tiny train.batch=4 data.seq=256
     """
-    show(measure({"old": old, "new": new}, words, rounds, steps), as_json, output)
+    show(measure({"old": old, "new": new}, words, rounds, steps), as_json=as_json, output=output)
 
 
 app = program(versions)

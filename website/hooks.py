@@ -20,6 +20,7 @@ from mkdocs.structure.files import File
 
 from website import reference, widgets
 from website.nav import whole
+from website.notebook import notebook
 from website.pages import FILES, OUTSIDE, ROOT, is_outside, links, read, repository_path, site_path, slug, sources
 
 STATIC = Path(__file__).parent / "static"
@@ -127,12 +128,19 @@ def _linked(texts: dict[str, str]) -> dict[str, str]:
 
 def _show(path: str, shown: dict[str, str]) -> None:
     file = ROOT / path
+    if path in OUTSIDE:
+        return
     if file.is_dir():
         inside = sorted(one for one in file.iterdir() if not one.name.startswith((".", "__")) and _shows(one))
         for one in inside:
             _show(f"{path}/{one.name}", shown)
-        names = "".join(f"- [{one.name}]({one.name}{'/index' if one.is_dir() else ''}.md)\n" for one in inside)
+        here = posixpath.dirname(site_path(path))
+        there = [posixpath.relpath(site_path(f"{path}/{one.name}"), here) for one in inside]
+        names = "".join(f"- [{one.name}]({place})\n" for one, place in zip(inside, there, strict=True))
         shown[site_path(path)] = f"{UNSOUGHT}# {path}\n\n{names}"
+    elif file.suffix == ".ipynb":
+        _origin[site_path(path)] = path  # whose links are those of its cells
+        shown[site_path(path)] = notebook(file.read_text())
     elif file.is_file():
         text = file.read_text()
         cut = "" if len(text) <= LONGEST else f"The first {LONGEST:,} of {len(text):,} characters:\n\n"
@@ -142,4 +150,4 @@ def _show(path: str, shown: dict[str, str]) -> None:
 
 
 def _shows(path: Path) -> bool:
-    return path.is_dir() or path.suffix in (*LANGUAGES, ".txt", ".json", ".csv")
+    return path.is_dir() or path.suffix in (*LANGUAGES, ".txt", ".json", ".csv", ".ipynb")

@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from fivefold.accuracy.coverage import Residual, band_of, coverage_of, covered, quantile
+from fivefold.accuracy.coverage import Residual, band_of, cover, coverage_of, quantile
 from fivefold.planner.error_range import COVERAGE
 
 
@@ -24,7 +24,7 @@ def test_a_new_source_lies_inside_as_often_as_promised() -> None:
     inside = []
     for world in range(25):
         band = band_of(drawn(world, 16, shift=0.03))
-        inside += [covered("new", [row], band).inside for row in drawn(1000 + world, 40, shift=0.03)[::5]]
+        inside += [cover("new", [row], band).inside for row in drawn(1000 + world, 40, shift=0.03)[::5]]
     assert COVERAGE - 0.02 < fmean(inside) < COVERAGE + 0.08
 
 
@@ -61,7 +61,7 @@ def test_a_trait_with_larger_errors_gets_a_wider_range_drawn_to_the_whole() -> N
 def test_what_is_outside_is_told_by_side() -> None:
     band = band_of([Residual(f"source {n}", error, {}) for n in range(5) for error in (-0.1, 0.1)])
     rows = [Residual("new", error, {}) for error in (-0.5, 0.0, 0.0, 0.5)]
-    found = covered("new", rows, band)
+    found = cover("new", rows, band)
     assert (found.inside, found.below, found.above) == (0.5, 0.25, 0.25)
 
 

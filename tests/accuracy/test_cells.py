@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.accuracy.cases import MeasuredRun, PublishedRow, measured, read_rows
-from fivefold.accuracy.result import _runs, planner_accuracy
+from fivefold.accuracy.result import _fittable_runs, planner_accuracy
 from fivefold.accuracy.score import evaluate
 from fivefold.render.blocks import Text
 from fivefold.support.errors import UserError
@@ -29,20 +29,20 @@ MIXTURE = {"model": "my-moe 4x1b", **SHAPE}
 @pytest.mark.parametrize(
     ("cells", "said"),
     [
-        ({"tp": "two"}, "tp is 'two', and must be a whole number"),
-        ({"dp": "2.5"}, "dp is 2.5, and must be a whole number; nearest: 2 or 3"),
-        ({"ep": "-1"}, "ep is -1, and must be above zero"),
-        ({"step_time_s": "12,1"}, "step_time_s is '12,1', and must be a number"),
-        ({"peak_mem_gb": "lots", "mfu": "nan"}, "mfu is 'nan', .*; peak_mem_gb is 'lots', and must be a number"),
-        ({"gpus": "64"}, "dp=2 x tp=4 x pp=1 x cp=1 makes 8 GPUs, and gpus is 64"),
+        ({"tp": "two"}, "tp is 'two'; it must be a whole number"),
+        ({"dp": "2.5"}, "dp is 2.5; it must be a whole number; nearest: 2 or 3"),
+        ({"ep": "-1"}, "ep is -1; it must be above zero"),
+        ({"step_time_s": "12,1"}, "step_time_s is '12,1'; it must be a number"),
+        ({"peak_mem_gb": "lots", "mfu": "nan"}, "mfu is 'nan'; .*; peak_mem_gb is 'lots'; it must be a number"),
+        ({"gpus": "64"}, "dp=2 x tp=4 x pp=1 x cp=1 makes 8 GPUs, but gpus is 64"),
         ({"dp": "", "tp": "3"}, "tp=3 x pp=1 x cp=1 = 3 does not divide gpus=8"),
         ({"global_batch": "129"}, "global_batch=129 does not divide over dp=2 x micro_batch=1; nearest: 128 or 130"),
         ({"global_batch": "1"}, "global_batch=1 does not divide over dp=2 x micro_batch=1; nearest: 2$"),
-        ({"zero_stage": "7"}, "zero_stage is '7', and must be 0, 1, 2 or 3"),
-        ({"recompute": "fulll"}, "recompute 'fulll' is none of ours; did you mean 'full'"),
-        ({"recompute": "yes"}, "recompute 'yes' is none of ours; known: none, selective"),
-        ({"sequence_parallel": "maybe"}, "sequence_parallel is 'maybe', and must be yes or no"),
-        ({"precision": "int3"}, "precision 'int3' is none of ours"),
+        ({"zero_stage": "7"}, "zero_stage is '7'; it must be 0, 1, 2 or 3"),
+        ({"recompute": "fulll"}, "unknown recompute 'fulll'; did you mean 'full'"),
+        ({"recompute": "yes"}, "unknown recompute 'yes'; known: none, selective"),
+        ({"sequence_parallel": "maybe"}, "sequence_parallel is 'maybe'; it must be yes or no"),
+        ({"precision": "int3"}, "unknown precision 'int3'"),
         # a layout that the model cannot have
         (PIPELINE, "makes 64 stages, and llama3-8b has 32 layers"),
         ({**PIPELINE, "schedule": "zb-v"}, "makes 128 stages"),
@@ -87,8 +87,8 @@ def test_numbers_of_thousands_of_digits_are_no_release(tmp_path: Path) -> None:
 
 def test_a_row_that_makes_no_sense_is_left_out_of_what_is_fitted() -> None:
     nonsense = PublishedRow("mine", 2, RUN | {"zero_stage": "3", "notes": "shard group: 0 ranks"})
-    assert "make no sense together" in evaluate([nonsense])[0].refused
-    assert [one.row.line for one in _runs([nonsense, PublishedRow("mine", 3, RUN)])] == [3]
+    assert "contradict each other" in evaluate([nonsense])[0].refused
+    assert [one.row.line for one in _fittable_runs([nonsense, PublishedRow("mine", 3, RUN)])] == [3]
 
 
 def test_the_lines_of_refused_rows_are_told(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_the_lines_of_refused_rows_are_told(tmp_path: Path) -> None:
     rows = [mixture, RUN | dict.fromkeys(("notes", "layers", "hidden"), ""), mixture]
     (tmp_path / "march.csv").write_text("\n".join(",".join(one) for one in ([*mixture], *(r.values() for r in rows))))
     said = [block.text for block in planner_accuracy(tmp_path).blocks() if isinstance(block, Text)]
-    told = "refused: 2 of march (line 2, 4): 'my-moe' has its experts in its notes, and so takes no shape of a preset"
+    told = "refused: 2 of march (line 2, 4): the notes of 'my-moe' give its experts, so no preset gives its sizes"
     assert f"{told}; not published: heads, vocab" in said
 
 

@@ -24,7 +24,7 @@ def mine(tmp_path: Path) -> Path:
 
 def test_one_s_own_runs_are_held_against_the_ranges_of_plans(mine: Path) -> None:
     found = coverage(mine)
-    assert found.own
+    assert found.own_runs
     assert found.bands == bands()
     rows = {"nemo_performance_pages": 7, "nemo_performance_pages, experts": 2, "torchtitan": 21}
     assert {one.source: one.rows for one in found.time} == rows
@@ -34,14 +34,14 @@ def test_one_s_own_runs_are_held_against_the_ranges_of_plans(mine: Path) -> None
     assert shown["share"] == COVERAGE
     assert shown["mean"] == found.mean
     assert "that plans print" in str(found)
-    with pytest.raises(UserError, match="leave --data out"):
+    with pytest.raises(UserError, match="remove --data"):
         found.write()
 
 
 def test_what_does_not_go_with_coverage_is_refused(mine: Path) -> None:
     ran = CliRunner().invoke(app, ["accuracy", "--coverage", "--fit"])
     assert isinstance(ran.exception, UserError)
-    assert "leave --fit out" in str(ran.exception)
+    assert "remove --fit" in str(ran.exception)
     ran = CliRunner().invoke(app, ["accuracy", "--write"])
     assert "--fit or --coverage" in str(ran.exception)
 

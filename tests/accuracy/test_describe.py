@@ -7,8 +7,8 @@ import pytest
 
 from fivefold.accuracy.cases import MeasuredRun, device_of, measured, read_rows
 from fivefold.accuracy.result import planner_accuracy
-from fivefold.accuracy.sources import USUAL
-from fivefold.accuracy.spelling import Refused, precision_named, preset_named, schedule_named
+from fivefold.accuracy.sources import SYSTEM_DEFAULTS
+from fivefold.accuracy.spelling import UnpredictableRow, precision_named, preset_named, schedule_named
 from fivefold.cost.systems import SYSTEMS
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.schedules.registry import CATALOGUE
@@ -45,12 +45,12 @@ ROW = "ours,llama3-8b,,8192,H100,8,8,1,1,1,16,bf16,,1,ok,"
 
 
 def test_a_column_names_the_system_and_a_guess_is_called_one(tmp_path: Path) -> None:
-    assert set(USUAL) == set(SYSTEMS)
+    assert set(SYSTEM_DEFAULTS) == set(SYSTEMS)
     said, guessed = one(tmp_path, ROW + "torchtitan").source, one(tmp_path, ROW).source
-    assert (said.stack, said.assumed) == (SYSTEMS["torchtitan"], False)
-    assert (guessed.stack, guessed.assumed) == (SYSTEMS["megatron-core"], True)
-    assert one(tmp_path, ROW.replace("H100", "V100")).source.stack == SYSTEMS["megatron-2021"]
-    assert one(tmp_path, ROW.replace("ours", "MLPerf v5")).source.stack == SYSTEMS["nemo"]
+    assert (said.software, said.assumed) == (SYSTEMS["torchtitan"], False)
+    assert (guessed.software, guessed.assumed) == (SYSTEMS["megatron-core"], True)
+    assert one(tmp_path, ROW.replace("H100", "V100")).source.software == SYSTEMS["megatron-2021"]
+    assert one(tmp_path, ROW.replace("ours", "MLPerf v5")).source.software == SYSTEMS["nemo"]
     with pytest.raises(UserError, match="unknown software 'nemmo'; did you mean 'nemo'"):
         one(tmp_path, ROW + "nemmo")
 
@@ -58,13 +58,13 @@ def test_a_column_names_the_system_and_a_guess_is_called_one(tmp_path: Path) -> 
 @pytest.mark.parametrize("source", ["PaLM-like model at ACME", "Llama 3 8B on our cluster", "acme"])
 def test_a_model_s_name_says_nothing_of_the_software(tmp_path: Path, source: str) -> None:
     found = one(tmp_path, ROW.replace("ours", source)).source
-    assert (found.stack, found.why) == (SYSTEMS["megatron-core"], "'megatron-core', by its H100")
+    assert (found.software, found.why) == (SYSTEMS["megatron-core"], "'megatron-core', by its H100")
 
 
 def test_a_paper_s_or_a_software_s_name_is_a_guess_outside_of_the_package(tmp_path: Path) -> None:
     for source, software in (("torchtitan, ours", SYSTEMS["torchtitan"]), ("as arXiv 2204.02311", SYSTEMS["xla"])):
         found = one(tmp_path, ROW.replace("ours", f'"{source}"')).source
-        assert (found.stack, found.assumed) == (software, True)
+        assert (found.software, found.assumed) == (software, True)
         assert found.why.startswith("its source's name: ")
 
 
@@ -72,39 +72,40 @@ def test_a_description_without_its_runs_is_told_from_other_files(tmp_path: Path)
     (tmp_path / "cluster.toml").write_text('name = "mine"\n')
     one(tmp_path, ROW)
     (tmp_path / "march.toml").write_text('system = "nemo"\n')
-    with pytest.raises(UserError, match=r"march\.toml describes the runs of march\.csv, which is not there"):
+    with pytest.raises(UserError, match=r"march\.toml describes the runs of march\.csv, which does not exist"):
         one(tmp_path, ROW)
 
 
 def test_a_file_beside_the_rows_changes_any_switch(tmp_path: Path) -> None:
-    toml = 'system = "nemo"\nzero = 3\n[stack]\nattention = "flash2"\n[stack.overlap]\ntp = 0\n'
+    toml = 'system = "nemo"\nzero = 3\n[software]\nattention = "flash2"\n[software.overlap]\ntp = 0\n'
     run = one(tmp_path, ROW, toml)
     assert (run.workload.layout.zero, run.workload.software.attention) == (3, "flash2")
     assert (run.workload.software.overlap.tp, run.workload.software.overlap.dp) == (0, 1)
     assert not run.source.assumed
     own = one(tmp_path, ROW + "torchtitan", toml)  # a row knows better, and says so
     assert own.workload.software.name == SYSTEMS["torchtitan"].name
-    assert own.source.why == "system 'torchtitan' of the row, and not mine.toml, from 'nemo'"
+    assert own.source.why == "system 'torchtitan' of the row, not mine.toml, from 'nemo'"
 
 
 @pytest.mark.parametrize(
     ("toml", "said"),
     [
         ("zro = 3", "zro is not a setting; did you mean 'zero'"),
-        ("[stack]\nattntion = 1", "stack.attntion is not a setting; did you mean 'attention'"),
-        ('[stack]\nattention = "flash9"', "stack.attention='flash9' is not a choice"),
-        ("[stack.overlap]\ndpp = 1", "stack.overlap.dpp is not a setting"),
-        ('[stack]\norder = ["tp", "tq"]', "is not an order of"),
+        ("[software]\nattntion = 1", "software.attntion is not a setting; did you mean 'attention'"),
+        ('[software]\nattention = "flash9"', "software.attention='flash9' is not a choice"),
+        ("[software.overlap]\ndpp = 1", "software.overlap.dpp is not a setting"),
+        ('[software]\norder = ["tp", "tq"]', "is not an order of"),
         ("system = 3", "system=3 is not text"),
         ('system = "titan"', "did you mean 'torchtitan'"),
         ("assumed = true", "assumed is not a setting"),
         ("zero = 9", "zero=9 is more than 3"),
-        ("ports = -1.0", "ports=-1 must be at least 0.001"),
-        ("chunks = -3\nmemory_unit = 0.0", "chunks=-3 must be at least 1; memory_unit=0 must be at least 1"),
-        ("[stack]\nweight_bytes = -2", "stack.weight_bytes=-2 must be at least 1"),
-        ("[stack]\nhost = nan", "stack.host=nan"),
-        ("[stack.experts]\nrearranged = [4.0, -4.0]", "stack.experts.rearranged=-4 must be at least 0"),
-        ("[stack.overlap]\ndp = 7", "stack.overlap.dp=7 is more than 1"),
+        ("network_scale = -1.0", "network_scale=-1 must be at least 0.001"),
+        ("max_chunks = -3\nmemory_unit = 0.0", "max_chunks=-3 must be at least 1; memory_unit=0 must be at least 1"),
+        ("[software]\nweight_bytes = -2", "software.weight_bytes=-2 must be at least 1"),
+        ("[software]\nhost = nan", "software.host=nan"),
+        ("[software.experts]\nrearranged = [4.0, -4.0]", "software.experts.rearranged=-4 must be at least 0"),
+        ("[software.overlap]\ndp = 7", "software.overlap.dp=7 is more than 1"),
+        ("[stack]\nhost = 1", "stack is now software"),
         ("zero = ", "cannot be read as TOML"),
     ],
 )
@@ -121,7 +122,7 @@ def test_schedules_go_by_many_names() -> None:
         "DualPipeV": "dualpipe-v",
     }  # fmt: skip
     assert {word: schedule_named(word) for word in words} == words
-    with pytest.raises(UserError, match="schedule 'interlaced' is none of ours; did you mean 'interleaved'"):
+    with pytest.raises(UserError, match="unknown schedule 'interlaced'; did you mean 'interleaved'"):
         schedule_named("interlaced")
 
 
@@ -146,7 +147,7 @@ def test_precisions_go_down_to_four_bits() -> None:
              "tf32": "tf32"}  # fmt: skip
     assert {word: precision_named(word, gb200) for word in words} == words
     assert precision_named("bf16", v100) == "fp16"
-    with pytest.raises(UserError, match="precision 'bf17' is none of ours; did you mean 'bf16'"):
+    with pytest.raises(UserError, match="unknown precision 'bf17'; did you mean 'bf16'"):
         precision_named("bf17", h100)
     with pytest.raises(UserError, match="H100 has no fp4 rate"):
         precision_named("NVFP4", h100)
@@ -155,5 +156,7 @@ def test_precisions_go_down_to_four_bits() -> None:
 def test_a_board_is_not_taken_for_another_of_its_chip(tmp_path: Path) -> None:
     """Less of its name would be an A100 with NVLink and 80 GB."""
     assert one(tmp_path, ROW.replace("H100", "A100-PCIE-40GB")).workload.first_device.accelerator.name == "A100-PCIE-40"
-    with pytest.raises(Refused, match="unknown accelerator 'V100-PCIE-16GB'; did you mean 'V100' or 'V100-16'"):
+    with pytest.raises(
+        UnpredictableRow, match="unknown accelerator 'V100-PCIE-16GB'; did you mean 'V100' or 'V100-16'"
+    ):
         device_of("V100-PCIE-16GB")

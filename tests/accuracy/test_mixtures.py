@@ -3,8 +3,9 @@
 import pytest
 
 from fivefold.accuracy.cases import PublishedRow, measured, read_rows
+from fivefold.accuracy.mixture_rows import imbalance_of, is_mixture, superseded_rows, with_experts
 from fivefold.accuracy.score import evaluate, line_of, scores
-from fivefold.accuracy.spelling import Refused, imbalance_of, is_mixture, older, with_experts
+from fivefold.accuracy.spelling import UnpredictableRow
 from fivefold.cost.moe import IMBALANCE
 from fivefold.cost.software import FUSED_EXPERTS, MEGATRON_EXPERTS
 from fivefold.layout.layout import Layout
@@ -37,7 +38,7 @@ def test_a_model_is_found_by_how_its_name_begins(name: str):
 def test_the_newest_release_of_a_configuration_is_judged_and_others_stay():
     rows = [row(2), row(3, source="Megatron-Bridge 26.06.01 perf summary"), row(4, micro_batch="1")]
     rows += [row(5, source="Megatron-Bridge 26.06 perf summary")]
-    assert older(rows) == {("bridge", 2): 3, ("bridge", 5): 3}
+    assert superseded_rows(rows) == {("bridge", 2): 3, ("bridge", 5): 3}
     refused = [result.refused for result in evaluate(rows)]
     assert [bool(text) for text in refused] == [True, False, False, True]
 
@@ -50,9 +51,9 @@ def test_kernels_are_those_of_the_release_and_the_device():
 
 
 def test_what_drops_tokens_or_is_unknown_is_refused():
-    with pytest.raises(Refused, match="drops tokens"):
+    with pytest.raises(UnpredictableRow, match="drops tokens"):
         measured(row(model="DeepSeekV3 (tokendrop)"))
-    with pytest.raises(Refused, match="neither a preset"):
+    with pytest.raises(UnpredictableRow, match="neither a preset"):
         measured(row(model="some-moe"))
 
 
@@ -66,7 +67,7 @@ def test_experts_of_the_notes_need_the_rest_of_the_shape(missing: str):
 
 def test_experts_that_tp_divides_are_parts_with_the_same_work():
     spec, layout = preset("grok-1"), Layout(dp=8, tp=4, ep=1)
-    parts, divided = with_experts(row(ep="8"), spec, layout, divided=True)
+    parts, divided = with_experts(row(ep="8"), spec, layout, tp_shards_experts=True)
     assert divided.ep == 32
     assert not divided.problems(parts)
     assert parts.matmul_parameters - spec.matmul_parameters == spec.layers * 3 * 8 * spec.hidden  # of the router

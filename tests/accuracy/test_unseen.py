@@ -1,7 +1,7 @@
 """What is predicted without having seen a source is what a fit to the others predicts."""
 
 from fivefold.accuracy.cases import MeasuredRun, measured, read_rows
-from fivefold.accuracy.fit import by_source, fit, predict, unseen
+from fivefold.accuracy.fit import by_source, fit, predict, predict_unseen
 
 SOURCES = ("internevo", "torchtitan")  # runs that are quickly predicted
 
@@ -14,7 +14,7 @@ def runs() -> list[MeasuredRun]:
 
 def test_one_set_of_slopes_serves_all_fits_that_leave_a_source_out() -> None:
     every = runs()
-    found = {run.row.where: seconds for run, seconds in unseen(every, by_source)}
+    found = {run.row.where: seconds for run, seconds in predict_unseen(every, by_source)}
     assert len(found) == len(every) == 6
     others = fit([run for run in every if run.row.file != SOURCES[0]])
     for run in every[:3]:
@@ -22,4 +22,4 @@ def test_one_set_of_slopes_serves_all_fits_that_leave_a_source_out() -> None:
 
 
 def test_a_source_alone_leaves_nothing_to_fit() -> None:
-    assert list(unseen(runs()[:3], by_source)) == []
+    assert list(predict_unseen(runs()[:3], by_source)) == []

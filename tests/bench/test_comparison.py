@@ -11,9 +11,9 @@ from msgspec.structs import replace as replace_struct
 from typer.testing import CliRunner
 
 from fivefold.bench import train as bench_train
-from fivefold.bench.comparison import Comparison, ComparisonResult, base_job, layout_of, limit, predicted
+from fivefold.bench.comparison import Comparison, ComparisonResult, base_job, layout_of, limit, predict
 from fivefold.bench.harness import OURS, Machine, RoundTimes, choices
-from fivefold.bench.scaling import EXPERTS, layouts
+from fivefold.bench.scaling import EXPERTS_CHANGES, layouts
 from fivefold.bench.train_rank import Profile
 from fivefold.cli import app
 from fivefold.hardware.accelerators import find_accelerator
@@ -93,7 +93,7 @@ def test_experts_are_a_fraction_of_one_process_beside_the_limit_and_their_real_l
 
 
 def test_a_limit_waits_for_the_fullest_rank() -> None:
-    job = base_job(list(EXPERTS), microbatches=1)
+    job = base_job(list(EXPERTS_CHANGES), microbatches=1)
     even, uneven = (limit(job, "dp=2,ep=2", imbalance=imbalance) for imbalance in (1.0, 1.5))
     assert 0.5 < even < 0.55
     assert even < uneven < 1.5 * even
@@ -137,10 +137,10 @@ def test_layouts_that_do_not_fit_are_left_out() -> None:
     job = base_job(TINY, microbatches=1)
     assert layouts(job, 8, "tp,dp,3d") == ["dp=2", "dp=4", "tp=2", "dp=2,tp=2,pp=2,microbatches=2"]
     core = find_accelerator("CPU")
-    assert predicted(job, "fivefold dp=2", core) < predicted(job, OURS, core)
-    assert layouts(job, 8, "tp,dp,3d", least=8) == ["dp=2,tp=2,pp=2,microbatches=2"]
+    assert predict(job, "fivefold dp=2", core) < predict(job, OURS, core)
+    assert layouts(job, 8, "tp,dp,3d", min_ranks=8) == ["dp=2,tp=2,pp=2,microbatches=2"]
     with pytest.raises(UserError, match="with 16 to 8 ranks"):
-        layouts(job, 8, "dp", least=16)
+        layouts(job, 8, "dp", min_ranks=16)
     with pytest.raises(UserError, match="--only zp is not a choice"):
         layouts(job, 4, "zp")
     with pytest.warns(Note, match=r"dp=2 is left out: .*batch"):
@@ -161,7 +161,7 @@ def test_a_comparison_has_one_world() -> None:
         ("peers --only dp,xp", "--only xp is not a choice"),
         ("peers --rounds 0", "--rounds=0 must be at least 1"),
         ("peers --ranks 3", "fivefold dp=3"),
-        ("peers --scaling --ranks 3 --least 3", "no power of two is among them"),
+        ("peers --scaling --ranks 3 --min-ranks 3", "no power of two lies between them"),
         ("peers --scaling --only dp,ep", "nearest: --only dp"),
         ("train tiny --against nobody", "--against nobody is not a choice"),
         ("peers --overhead train.dtype=bfloat16", "comparisons are in float32"),

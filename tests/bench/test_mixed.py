@@ -69,7 +69,7 @@ def test_the_table_says_what_was_predicted_and_measured_in_80_columns(half_slow)
     assert result.ok
     assert "the losses of all 2 steps are the same in all systems" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
-    row = result.rows()[-1]
+    row = result.rows[-1]
     assert row["slower"] == pytest.approx(2.0)
     assert row["gain"] == pytest.approx((4 / 3 + 4.1 / 3.1) / 2)
     other = MixedRun(2.0, speeds, found, times, losses | {"auto": [7.0, 6.6]})

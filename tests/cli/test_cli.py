@@ -157,7 +157,7 @@ def test_bad_jobs_are_refused(tmp_path, tokens: Path, monkeypatch) -> None:
         "--nproc 2",
         "nosuch.toml": "no job file nosuch.toml",
         "job.toml": "optimizer.lr='high' is not a number",
-        "a.toml b.toml": "one job file at most",
+        "a.toml b.toml": "give at most one job file",
         "jbo.toml": "did you mean 'job.toml'",
         f"data.path={tokens} model.vocab=100": "has a vocabulary of 257, and model.vocab=100; nearest: model.vocab=257",
     }.items():

@@ -207,7 +207,7 @@ def test_serving() -> None:
         ("plan llama3-8b --layout dp=8 --batch 8 -o step.gif", "should end in"),
         ("accuracy --data /nowhere", "has no .csv files"),
         ("accuracy --rows nobody", "unknown source 'nobody'"),
-        ("accuracy --write", "--write saves what --fit or --coverage finds"),
+        ("accuracy --write", "--write needs --fit or --coverage"),
     ],
 )
 def test_bad_input_gets_a_sentence(line: str, words: str) -> None:

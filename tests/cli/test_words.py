@@ -26,7 +26,7 @@ def leaves(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]
 
 
 COMMANDS = dict(leaves(typer.main.get_command(app)))
-PROJECTS = {name: importlib.import_module(f"benchmarks.{name}").app for name in renamed.BENCHMARKS}
+PROJECTS = {name: importlib.import_module(f"benchmarks.{name}").app for name in renamed.MOVED_BENCHMARKS}
 EVERY = COMMANDS | {name: typer.main.get_command(one) for name, one in PROJECTS.items()}
 
 
@@ -58,7 +58,7 @@ def test_every_command_has_an_example_and_fits_80_columns(name: str) -> None:
     assert [line for line in shown.output.splitlines() if len(line) > 80] == []
 
 
-@pytest.mark.parametrize("old", [*renamed.MOVED, *(f"bench {name}" for name in renamed.BENCHMARKS)])
+@pytest.mark.parametrize("old", [*renamed.MOVED_COMMANDS, *(f"bench {name}" for name in renamed.MOVED_BENCHMARKS)])
 def test_an_old_word_is_answered_with_the_new_one(old: str) -> None:
     for more in ([], ["x", "--json"]):
         said = CliRunner().invoke(app, [*old.split(), *more])
@@ -92,7 +92,7 @@ def test_a_word_that_never_was_one_is_refused_as_before() -> None:
 
 def test_no_page_names_an_old_command() -> None:
     """But the changelog, which has the table of them."""
-    words = [*renamed.MOVED, *(f"bench {name}" for name in renamed.BENCHMARKS)]
+    words = [*renamed.MOVED_COMMANDS, *(f"bench {name}" for name in renamed.MOVED_BENCHMARKS)]
     old = "|".join(sorted(words, key=len, reverse=True))
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md", ROOT / "Makefile"]
     pages += [path for folder in ("docs", "benchmarks", "examples", "recipes", "tools") for path in

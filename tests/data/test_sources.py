@@ -150,6 +150,22 @@ class Long(Row):
         return window
 
 
+class Counted(Row):
+    """Counts without reading; `off` is by how far its range is off."""
+
+    def __init__(self, off: int = 0):
+        super().__init__()
+        self.off = off
+
+    def loss_tokens(self, start: int, stop: int) -> int:
+        return sum(at % 10 != 0 for at in range(start + self.off, stop + self.off))
+
+
+class Seven(Row):
+    def loss_tokens(self, start: int, stop: int) -> int:
+        return 7
+
+
 class Broken(Row):
     def read(self, start: int, stop: int) -> TokenWindow:
         raise KeyError("nothing")
@@ -160,6 +176,9 @@ class Broken(Row):
     [
         (Drawn(), "data.source.pure", ["train has other tokens at", "is read a second time"]),
         (FromItsStart(), "data.source.pure", ["other documents", "in two pieces, cut at 6"]),
+        (Seven(), "data.source.count", ["miscounts train: loss_tokens(1, 17) gave 7, and read gives 15 tokens"]),
+        (Counted(1), "data.source.count", ["miscounts train: loss_tokens(", ") gave "]),
+        (Counted(-1), "data.source.count", ["miscounts train: loss_tokens(", ") gave "]),
         (Floats(), "data.source.window", ["tokens as 17 values of float64, and not an array of 17 integers",
                                           "loss as 17 values of int64", "documents as 16 values"]),
         (Pair(), "data.source.window", ["Pair.read(0, 17) returned a tuple, and not a TokenWindow"]),
@@ -175,6 +194,10 @@ def test_a_source_that_cannot_be_trained_on_is_refused_before_a_run(row: Any, co
     assert set(error.codes) == {code}
     for said in words:
         assert said in str(error)
+
+
+def test_a_source_may_count_without_reading() -> None:
+    check(opening(Counted()))
 
 
 def read_and_check(row: Any) -> None:

@@ -200,7 +200,7 @@ def test_a_layout_that_does_not_fit_says_what_would() -> None:
     ("dryrun tiny --layout tp=3", "does not divide the 4 attention heads"),
     ("dryrun tiny --layout dp=2 --rank 7", "rank 7 is outside of dp=2; its ranks are 0 to 1"),
     ("dryrun tiny --layout dp=2 --ranks 0,x", "should be numbers"),
-    ("dryrun tiny --layout dp=2 --rank 0 --all-stages", "say different things"),
+    ("dryrun tiny --layout dp=2 --rank 0 --all-stages", "choose ranks in different ways"),
     ("dryrun tiny --layout pp=2 --stages 5", "the pipeline ranks of pp=2 are 0 to 1"),
     ("dryrun tiny --layout dp=2 --cluster 8xH100", "the layout has 2 ranks"),
     ("dryrun tiny --layout dp=2 -o memory.gif", "should end in .svg or .png"),

@@ -17,7 +17,7 @@ from tests.fuzz.cases import survives
 
 ABSURD = ["-1", str(2**63), "9" * 5000, "1e400", "nan", ""]
 WORDS = NEED_TORCH | WORKS | {"ui": "--no-browser"}
-MODES = {"bench train": {"--warm": "--cases"}, "bench peers": {"--least": "--scaling", "--batch": "--scaling"}}
+MODES = {"bench train": {"--warm": "--cases"}, "bench peers": {"--min-ranks": "--scaling", "--batch": "--scaling"}}
 # A seed may be any number, a target in seconds also one that nothing misses, and one may sample from all tokens.
 FINE = {("data prepare", "--seed"), ("goodput", "--seed"), ("serve", "--ttft"), ("serve", "--tpot")}
 NEED_A_RUN = ("inspect", "generate", "checkpoint", "hf")  # they look for it first

@@ -44,7 +44,7 @@ PIECES = [
     "[", "]", "%YAML", "---\n", "...\n", "~", "~/", "null", "true", "0x1", "1e3", "=", " ", "  ", "a" * 3000, "'" * 300,
     "*", "?", "!x", "x",
 ]  # fmt: skip
-TEXTS = st.one_of(
+TEXT_SUFFIXES = st.one_of(
     st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map("".join), st.text(st.characters(), max_size=20)
 )
 SETTINGS = [
@@ -93,7 +93,7 @@ def cases(draw: st.DrawFn) -> Case:
     """A job with an odd text in one place or in several."""
     odd = draw(
         st.dictionaries(
-            st.sampled_from([*SETTINGS, *SETTINGS[:4], *OPTIONS, "file", "-o"]), TEXTS, min_size=1, max_size=3
+            st.sampled_from([*SETTINGS, *SETTINGS[:4], *OPTIONS, "file", "-o"]), TEXT_SUFFIXES, min_size=1, max_size=3
         )
     )
     settings = {key: text for key, text in odd.items() if key in SETTINGS}

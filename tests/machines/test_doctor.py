@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fivefold.cli.options import split
+from fivefold.cli.options import split_job_and_changes
 from fivefold.job.config import read_job
 from fivefold.launch import faults
 from fivefold.machines import doctor as front
@@ -127,7 +127,7 @@ def test_too_many_ranks_for_a_machine_of_two_cores(
     monkeypatch: pytest.MonkeyPatch, words: list[str], line: str
 ) -> None:
     monkeypatch.setattr(front, "cores", lambda: 2)
-    path, changes = split(words)
+    path, changes = split_job_and_changes(words)
     said = front._elsewhere(read_job(path, changes), "W")
     assert line in said
     assert bool(line) == bool(said)

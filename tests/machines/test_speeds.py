@@ -18,7 +18,16 @@ from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.machines import calibrate
-from fivefold.machines.result import LEAST, MOST, RankSpeed, RanksResult, at_pace, classes, speeds_to_toml, tolerance
+from fivefold.machines.result import (
+    MAX_TOLERANCE,
+    MIN_TOLERANCE,
+    RankSpeed,
+    RanksResult,
+    at_pace,
+    classes,
+    speeds_to_toml,
+    tolerance,
+)
 from fivefold.render.blocks import to_text
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
@@ -46,9 +55,9 @@ def test_ranks_that_agree_within_the_noise_are_of_one_class() -> None:
 
 
 def test_noise_is_what_the_rounds_of_the_usual_rank_say_within_bounds() -> None:
-    assert tolerance([[1.0, 1.0], [1.0, 1.0]]) == LEAST
+    assert tolerance([[1.0, 1.0], [1.0, 1.0]]) == MIN_TOLERANCE
     assert tolerance([[1.0, 1.1], [1.0, 1.1]]) == pytest.approx(0.1)
-    assert tolerance([[1.0, 9.0], [1.0, 9.0]]) == MOST
+    assert tolerance([[1.0, 9.0], [1.0, 9.0]]) == MAX_TOLERANCE
     # Each is near its neighbour, and the last is not near the first: a class does not creep.
     assert [one.ranks for one in classes([[1.0, 1.0], [1.04, 1.04], [1.08, 1.08]])] == [(0, 1), (2,)]
 

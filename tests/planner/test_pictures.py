@@ -116,9 +116,9 @@ def test_many_nodes_are_a_cell_each() -> None:
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ("draw mesh", "the mesh is of a layout; give one"),
+        ("draw mesh", "needs a layout, as in"),
         ("draw mesh --layout dp=3 --cluster 2x8xH100", "dp=3 is 3 ranks, and 2x8xH100 has 16; nearest: dp=16"),
-        ("draw mesh --layout dp=8 --pp 4", "leave out what times a schedule"),
+        ("draw mesh --layout dp=8 --pp 4", "without options that time a schedule"),
         ("draw 1f1b --pp 2 -m 2 --layout dp=8", "--layout and --cluster are for `draw mesh`"),
         ("draw mesh --layout dp=8 -o mesh.pdf", "mesh.pdf should end in .svg or .png"),
         ("plan tiny --cluster 2xCPU -o plan.pdf", "plan.pdf should end in .toml or"),

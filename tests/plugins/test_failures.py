@@ -227,6 +227,9 @@ ODD = [  # what a member gives, and what is said of it
     ("source", "def problems(self): return None", "problems gave None, and not sentences"),
     ("source", "def problems(self): yield 3", "problems gave 3, and not sentences"),
     ("loss", "def problems(self): return None", "problems gave None, and not sentences"),
+    ("loss", "reduced = '2'", "reduced gave '2', and not a whole number of sums, 0 or more"),
+    ("loss", "reduced = True", "reduced gave True, and not a whole number of sums"),
+    ("loss", "@property\ndef reduced(self): return -1", "reduced gave -1, and not a whole number of sums"),
 ]  # fmt: skip
 
 
@@ -259,6 +262,11 @@ def test_a_member_that_raises_is_said_with_its_line(
     error = {RAISES: "KeyError: 'lost'", "yield 1 / 0": "ZeroDivisionError: division by zero"}.get(raises, "SystemExit")
     assert f"mine:Mine: {name} raised {error}" in sentence
     assert sentence.endswith(f"({tmp_path / 'mine.py'}, line {line})")
+
+
+def test_a_number_of_sums_that_raises_is_said_with_its_line(made: Made, tmp_path: Path) -> None:
+    sentence = said(UserError(made("loss", "@property\ndef reduced(self): return {}['x']").problems()), "plugin.raised")
+    assert sentence == f"mine:Mine: reduced raised KeyError: 'x' ({tmp_path / 'mine.py'}, line 6)"
 
 
 def test_a_parameter_alone_may_have_a_place_of_its_own_in_files_of_hugging_face(made: Made) -> None:
@@ -448,6 +456,8 @@ SMALL = ["data.seq=16", "train.batch=4", "train.steps=1", "train.eval_samples=0"
     [
         ("optimizer", "def matrix_update(self, matrices): return matrices[0]", "plugin.result", "matrix_update gave a"),
         ("optimizer", "def matrix_update(self, matrices): pass", "plugin.result", "matrix_update gave None"),
+        ("optimizer", "def matrix_update(self, matrices): return matrices.double()", "plugin.result",
+         "] and torch.float64, and not as it was given a Tensor of shape ["),
         ("optimizer", "def accumulate(self, grads, states, step): return grads[1:]", "plugin.result", "accumulate"),
         ("optimizer", "def update(self, masters, grads, states, rate, decay, step): grads.nothing", "plugin.raised",
          "update raised AttributeError: 'list' object has no attribute 'nothing' ("),
@@ -463,6 +473,36 @@ def test_what_fails_in_a_step_of_a_run_is_one_sentence(
     job = made(sort, member, *SMALL)
     error = refusal(lambda: ff.train(job))
     assert sentence in said(error, code)
+
+
+def test_a_module_that_writes_into_its_input_is_named_where_autograd_finds_it(made: Made) -> None:
+    """In the backward pass, where no frame is a plugin's."""
+    job = made("kind", replaced=("return self.ops.row_parallel(", "return x.mul_(2) + self.ops.row_parallel("))
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    logits = Decoder(job.model)(tokens, TokenPositions.of(tokens))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+        logits.sum().backward()
+    found = plugins.plugin_error(raised.value)
+    assert found is not None
+    assert "the backward pass of a model of these blocks raised RuntimeError: one of" in said(found, "plugin.raised")
+    plugins._imported.clear()
+    assert plugins.plugin_error(raised.value) is None
+    del sys.modules["mine"]
+    made("optimizer")
+    assert plugins.plugin_error(raised.value) is None  # which has no blocks
+
+
+@pytest.mark.parametrize("read", ["y.relu().detach()", *slow(["y.relu()"])])
+@pytest.mark.parametrize("layout", ["pp=2", *slow(["tp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"])])
+def test_a_weight_that_gets_no_gradient_is_told_after_the_first_step(made: Made, layout: str, read: str) -> None:
+    """By rank 0, also of a layer that another rank has; the weight behind the detached tensor learns."""
+    pattern = 'model.pattern=[{mixer="attention", mlp="dense"}, {mixer="attention", mlp="mine:Mine"}]'
+    changes = [*SMALL, pattern, "model.layers=2", f"layout={layout}"]
+    lines: list[str] = []
+    ff.train(made("kind", "", *changes, replaced=("y.relu()", read)), progress=lines.append)
+    told = [line.split(", so")[0] for line in lines if "gradient came" in line]
+    sentence = "note  mine:Mine: no gradient came to layers.1.mine.up.weight in step 1"
+    assert told == [sentence] * ("detach" in read)
 
 
 @pytest.mark.parametrize("layout", ["dp=2", *slow(["dp=1"])])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import fivefold as ff
-from fivefold.cli import _first_to_say
+from fivefold.cli import _is_first_to_say
 from fivefold.launch.heartbeat import BEATS_ENV
 from fivefold.support import plugins
 from fivefold.support.errors import UserError
@@ -160,8 +160,8 @@ def test_a_plain_name_is_looked_up_and_never_imported(tmp_path: Path, monkeypatc
 
 def test_ranks_of_one_launcher_say_a_sentence_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(BEATS_ENV, raising=False)
-    assert [_first_to_say("one"), _first_to_say("one")] == [True, True]
+    assert [_is_first_to_say("one"), _is_first_to_say("one")] == [True, True]
     monkeypatch.setenv(BEATS_ENV, str(tmp_path / "beats"))
-    assert [_first_to_say(word) for word in ("one", "one", "two", "one")] == [True, False, True, False]
+    assert [_is_first_to_say(word) for word in ("one", "one", "two", "one")] == [True, False, True, False]
     monkeypatch.setenv(BEATS_ENV, str(tmp_path / "gone" / "beats"))
-    assert _first_to_say("one")
+    assert _is_first_to_say("one")

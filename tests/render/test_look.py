@@ -77,7 +77,7 @@ def test_text_can_be_read() -> None:
 
 def test_a_dark_picture_has_no_light_paper_and_the_same_data() -> None:
     shapes = [Rect(0, 0, 9, 9, COLOURS[0]), Line(0, 0, 9, 9), Hatch(0, 0, 5, 5), TextMark(5, 5, "words", 12)]
-    light_one, dark = (to_svg(Scene(20, 10, "a", shapes), dark) for dark in (False, True))
+    light_one, dark = (to_svg(Scene(20, 10, "a", shapes), dark=dark) for dark in (False, True))
     assert PAPER in light_one
     assert not [colour for colour in DARK if colour in dark]
     assert DARK[PAPER] in dark

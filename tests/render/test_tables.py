@@ -64,7 +64,7 @@ def recovered() -> recovery.RecoveryResult:
 
 
 def saved() -> checkpoint.CheckpointResult:
-    times = RoundTimes({name: [1.0] for name in checkpoint.NAMES})
+    times = RoundTimes({name: [1.0] for name in checkpoint.SHOWN_NAMES})
     return checkpoint.CheckpointResult(comparison.base_job([]), 10**9, [0.1, 0.2], [0.01], [0.02], times, times)
 
 
@@ -102,7 +102,7 @@ def overlapped() -> overlap.OverlapResult:
 
 def covered() -> CoverageResult:
     rows = (Covered("nemo_performance_pages", 7, 0.04, 6 / 7, 0.0, 1 / 7), Covered("llama3", 3, 0.01, 1.0, 0.0, 0.0))
-    return CoverageResult(rows, rows[:1], bands(), (), own=False)
+    return CoverageResult(rows, rows[:1], bands(), (), own_runs=False)
 
 
 def on_unequal_ranks() -> mixed_ranks.MixedBenchResult:

@@ -157,8 +157,14 @@ def test_the_benchmark_is_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         ("compare schedules -m 0", "microbatches=0 must be at least 1"),
         ("compare schedules --chunks 0", "chunks=0 must be at least 1"),
         ("compare schedules --slow 9=2", "rank 9 cannot be slowed: ranks are 0 to 3"),
-        ("compare schedules --published --pp 99", "--published prints the paper's own cases"),
-        ("compare schedules --published --no-overlap", "--published prints the paper's own cases"),
+        (
+            "compare schedules --published --pp 99",
+            "cannot be combined with --published",
+        ),
+        (
+            "compare schedules --published --no-overlap",
+            "cannot be combined with --published",
+        ),
         ("draw 1f1b --pp 4 -m 8 --sends blocking --no-overlap", "deadlocks"),
     ],
 )

@@ -44,7 +44,7 @@ def test_an_elastic_run_ends_where_its_job_says(tokens: Path, tmp_path: Path) ->
     )
     refused = fivefold(*words, "checkpoint.save=false", "--check", cwd=tmp_path)
     assert refused.returncode == 2
-    assert "--elastic resumes from checkpoints, and checkpoint.save=false makes none" in refused.stderr
+    assert "--elastic resumes from checkpoints, but checkpoint.save=false writes none" in refused.stderr
     alone = fivefold("train", "--elastic", cwd=tmp_path)
     assert (alone.returncode, "--elastic needs ranks to lose" in alone.stderr) == (2, True)
 

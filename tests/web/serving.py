@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 import uvicorn
 
-from fivefold.web.app import LOOPBACK, bound
+from fivefold.web.app import LOOPBACK, listen
 from fivefold.web.server import application
 
 TOKEN = "a-token-of-this-test"
@@ -65,7 +65,7 @@ class Server(NamedTuple):
 
 @contextmanager
 def serving(runs: tuple[Path, ...] = ()) -> Iterator[Server]:
-    with bound(0) as listening:
+    with listen(0) as listening:
         port = listening.getsockname()[1]
         server = uvicorn.Server(
             uvicorn.Config(application(TOKEN, port, runs), log_level="error", ws="none", http="h11")

@@ -12,8 +12,8 @@ from fivefold.planner import plan as planning
 from fivefold.planner.nearest import nearest, problems, steps, with_field
 from fivefold.planner.plan import question
 from fivefold.support.errors import UserError
-from fivefold.web.plan import heavy, payload, search, why
-from fivefold.web.question import Ask, for_page
+from fivefold.web.plan import is_large, payload, search, why
+from fivefold.web.question import Ask, without_option_dashes
 
 QUESTIONS = (
     {"model": "llama3-8b", "cluster": "8xH100", "batch": "128", "seq": "8192"},
@@ -60,7 +60,7 @@ def test_reasons_are_those_of_plan_and_simulate() -> None:
     for layout, fits in (("dp=2,zero=1,microbatches=32", True), ("dp=2,microbatches=2", False)):
         found = why(Ask(words | {"layout": layout}))
         told = ff.simulate("llama3.2-1b", layout, "2xH100", batch=64, seq=8192).advice
-        assert found["advice"] == (for_page(told) or None)
+        assert found["advice"] == (without_option_dashes(told) or None)
         assert (found["advice"] is None) == fits
     planned = ff.plan("llama3.2-1b", "2xH100", batch=64, seq=8192, layout="dp=2,microbatches=2")
     assert found["neighbours"] == planned.to_dict()["neighbours"]
@@ -140,9 +140,9 @@ def test_payloads_need_neither_torch_nor_a_server() -> None:
 
 
 def test_a_schedule_of_many_passes_is_for_a_process_of_its_own() -> None:
-    assert not heavy(Ask(BASE))
-    assert heavy(Ask(BASE | {"layout": "dp=8,tp=8,pp=16,microbatches=2048"}))
-    assert heavy(Ask(BASE | {"move": "schedule=auto"}))
+    assert not is_large(Ask(BASE))
+    assert is_large(Ask(BASE | {"layout": "dp=8,tp=8,pp=16,microbatches=2048"}))
+    assert is_large(Ask(BASE | {"move": "schedule=auto"}))
 
 
 def test_a_layout_is_held_against_the_choice() -> None:

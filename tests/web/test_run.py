@@ -25,7 +25,7 @@ from fivefold.web import run as api_run
 from fivefold.web import run_files
 from fivefold.web.question import Ask
 from fivefold.web.report import answered_view
-from fivefold.web.run import BUCKETS, claimed, payload, tail, thinned, trace
+from fivefold.web.run import CURVE_BUCKETS, is_claimed, payload, tail, thin, trace
 from fivefold.web.run_files import metrics, runs_in
 from tests.tracing.test_summary import by_hand
 from tests.web.a_run import ENVIRONMENT, a_run, log, step
@@ -45,7 +45,7 @@ def test_figures_are_those_of_the_metrics(tmp_path: Path) -> None:
     whole = TrainResult.read(folder).to_dict()
     for name in api_run.COLUMNS:
         assert run["columns"][name] == [one[name] for one in whole["steps"]], name
-    for name in api_run.LOADS:
+    for name in api_run.LOAD_COLUMNS:
         assert run["columns"][name] == [one["load"][name] for one in whole["steps"]], name
     assert run["damaged"] == whole["damaged"] == 1
     assert run["evaluations"] == [[10, 0.6], [20, 0.3]]
@@ -90,8 +90,8 @@ def test_a_run_that_resumes_writes_its_metrics_anew(tmp_path: Path) -> None:
 
 
 def test_long_metrics_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fivefold.web.run_files.AT_ONCE", 700)
-    monkeypatch.setattr("fivefold.web.run_files.PIECES", 100)
+    monkeypatch.setattr("fivefold.web.run_files.MAX_PIECE_BYTES", 700)
+    monkeypatch.setattr("fivefold.web.run_files.MAX_PIECES", 100)
     a_run(tmp_path / "demo", 30)
     (run,) = payload(asked(tmp_path))["shown"]
     assert run["columns"]["step"] == [*range(1, 31)]
@@ -99,18 +99,18 @@ def test_long_metrics_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_long_run_is_thinned_and_keeps_its_spikes() -> None:
-    steps = [step(number) for number in range(1, 20 * BUCKETS)]
+    steps = [step(number) for number in range(1, 20 * CURVE_BUCKETS)]
     spike, kick = 777, 5_432
     steps[spike], steps[kick] = structs.replace(steps[spike], loss=99.0), structs.replace(steps[kick], grad_norm=99.0)
-    kept = thinned(steps)
-    assert len(kept) <= 4 * BUCKETS + 2
+    kept = thin(steps)
+    assert len(kept) <= 4 * CURVE_BUCKETS + 2
     assert {steps[0], steps[spike], steps[kick], steps[-1]} <= set(kept)
     assert [one.step for one in kept] == sorted({one.step for one in kept})
-    assert thinned(steps[:100]) == steps[:100]
+    assert thin(steps[:100]) == steps[:100]
     gap = 4_321
     steps[gap] = structs.replace(steps[gap], loss=None)
-    assert steps[gap] in thinned(steps), "a step without a loss stays a gap"
-    assert len(thinned([structs.replace(one, loss=None) for one in steps])) <= 4 * BUCKETS + 2
+    assert steps[gap] in thin(steps), "a step without a loss stays a gap"
+    assert len(thin([structs.replace(one, loss=None) for one in steps])) <= 4 * CURVE_BUCKETS + 2
 
 
 def test_the_events_of_its_life_in_their_order(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_directory_that_is_no_run_gets_a_sentence(tmp_path: Path) -> None:
     page = payload(asked(tmp_path / "empty"))
     assert (page["runs"], page["shown"]) == ([], [])
     assert page["notes"] == [
-        f"{tmp_path / 'empty'} is not a run and has none in it: a run has metrics.jsonl or job.toml"
+        f"{tmp_path / 'empty'} is not a run and contains none: a run has metrics.jsonl or job.toml"
     ]
     assert payload(asked())["given"] == 0
     a_run(tmp_path / "demo", 1)
@@ -217,7 +217,7 @@ def test_links_that_lead_out_are_left_alone(tmp_path: Path) -> None:
     page = payload(asked(given))
     assert [run["name"] for run in page["runs"]] == ["demo"]
     assert page["notes"] == [
-        f"away of {given} lead out of it, and are left alone; `fivefold ui --runs PLACE` reads another place"
+        f"away of {given} lead out of it and are not read; `fivefold ui --runs DIRECTORY` reads another directory"
     ]
     (run,) = page["shown"]
     assert (run["job"], run["environment"], run["events"], run["traced"]) == ({}, {}, [], False)
@@ -282,7 +282,7 @@ def test_a_log_of_many_starts_is_read_once(tmp_path: Path, monkeypatch: pytest.M
     found = run_files.events(runs_in((tmp_path,))[0]["demo"], left := [])
     assert looked < 5 * 2 * many
     assert [one["step"] for one in found[-3:]] == [many - 3, many - 2, many - 1]
-    assert left == [f"{many - run_files.EVENTS:,} earlier events are not shown"]
+    assert left == [f"{many - run_files.MAX_EVENTS:,} earlier events are not shown"]
 
 
 @pytest.mark.parametrize("digits", ["9" * 5_000, "9" * 200, "\u0661" * 5_000])
@@ -311,8 +311,8 @@ def test_of_a_long_file_of_metrics_parts_are_read_and_the_rest_is_told(
 ) -> None:
     a_run(tmp_path / "demo", 400)
     size = (tmp_path / "demo" / METRICS_FILE).stat().st_size
-    monkeypatch.setattr("fivefold.web.run_files.AT_ONCE", size // 10)
-    monkeypatch.setattr("fivefold.web.run_files.LONGEST", size // 40)
+    monkeypatch.setattr("fivefold.web.run_files.MAX_PIECE_BYTES", size // 10)
+    monkeypatch.setattr("fivefold.web.run_files.MAX_LINE_BYTES", size // 40)
     (run,) = payload(asked(tmp_path))["shown"]
     steps = run["columns"]["step"]
     assert (steps[0], steps[-1], run["offset"], run["damaged"]) == (1, 400, size, 0)
@@ -336,7 +336,7 @@ def test_of_a_long_file_of_metrics_parts_are_read_and_the_rest_is_told(
 def test_lines_without_end_are_counted_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = a_run(tmp_path / "demo", 2)
     (folder / METRICS_FILE).write_bytes(b"\n" * 1000)
-    monkeypatch.setattr("fivefold.web.run_files.LINES", 100)
+    monkeypatch.setattr("fivefold.web.run_files.MAX_PIECE_LINES", 100)
     (run,) = payload(asked(tmp_path))["shown"]
     assert (run["damaged"], run["offset"]) == (800, 800)
     assert run["left_out"] == [
@@ -349,11 +349,11 @@ def test_lines_without_end_are_counted_up_to_a_bound(tmp_path: Path, monkeypatch
 def test_directories_and_jobs_without_end_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(6):
         a_run(tmp_path / f"run-{number}", 1)
-    monkeypatch.setattr("fivefold.web.run_files.FOLDERS", 4)
-    monkeypatch.setattr("fivefold.web.run.LISTED", 2 * (tmp_path / "run-0/job.toml").stat().st_size)
+    monkeypatch.setattr("fivefold.web.run_files.MAX_FOLDERS", 4)
+    monkeypatch.setattr("fivefold.web.run.MAX_LISTED_JOB_BYTES", 2 * (tmp_path / "run-0/job.toml").stat().st_size)
     page = payload(asked(tmp_path))
     assert [bool(run["model"]) for run in page["runs"]] == [True, True, False, False]
-    assert page["notes"] == [f"{tmp_path} has 2 names more than the 4 that are looked at"]
+    assert page["notes"] == [f"{tmp_path} has 2 more names than the 4 that are looked at"]
     (tmp_path / "run-3/job.toml").write_text("#" * 70_000)
     (run,) = payload(asked(tmp_path, runs="run-3"))["shown"]
     assert run["left_out"] == ["job.toml cannot be read: it has 68.36 KiB, and at most 64.00 KiB are read"]
@@ -363,13 +363,13 @@ def test_long_logs_and_manifests_are_left_out_and_told(tmp_path: Path, monkeypat
     folder = a_run(tmp_path / "demo", 20)
     for rank in range(18):
         log(folder, [["x" * 300]], rank)
-    monkeypatch.setattr(run_files, "LOGS", 300)
-    monkeypatch.setattr(run_files, "MANIFESTS", 10)
+    monkeypatch.setattr(run_files, "MAX_LOG_BYTES", 300)
+    monkeypatch.setattr(run_files, "MAX_MANIFEST_BYTES", 10)
     (run,) = payload(asked(tmp_path))["shown"]
     assert run["left_out"][0] == "logs of 2 more ranks are not read"
     assert run["left_out"][1].startswith("logs/rank-0.log has ")
     assert len(run["left_out"]) == 17
-    assert [one["text"] for one in run["events"]] == ["its manifest is too long to be read here"] * 2
+    assert [one["text"] for one in run["events"]] == ["its manifest is too long to read here"] * 2
 
 
 def test_a_folder_that_is_not_for_this_user_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,10 +424,10 @@ def test_a_claim_that_is_held_is_seen_and_not_touched(tmp_path: Path) -> None:
     known = os.stat(claim)
     place = f"{os.major(known.st_dev):02x}:{os.minor(known.st_dev):02x}:{known.st_ino}"
     locks.write_text(f"1: FLOCK  ADVISORY  WRITE 7 {place} 0 EOF\n")
-    assert claimed(claim, locks)
+    assert is_claimed(claim, locks)
     locks.write_text(f"1: FLOCK  ADVISORY  WRITE 7 {place}9 0 EOF\n1: -> FLOCK  ADVISORY  WRITE 8 {place} 0 EOF\n")
-    assert not claimed(claim, locks)
-    assert not claimed(claim, tmp_path / "absent")
+    assert not is_claimed(claim, locks)
+    assert not is_claimed(claim, tmp_path / "absent")
 
 
 def test_a_run_trains_as_long_as_records_come(tmp_path: Path) -> None:

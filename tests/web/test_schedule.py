@@ -10,7 +10,7 @@ from fivefold.schedules.result import compare
 from fivefold.support.errors import UserError
 from fivefold.web.question import Ask
 from fivefold.web.report import answered_view
-from fivefold.web.schedule import FINE, every, heavy, made, payload
+from fivefold.web.schedule import TIME_STEPS, every, is_large, made, payload
 
 FAST = [name for name, one in CATALOGUE.items() if not one.uses_stage_times]
 
@@ -68,7 +68,7 @@ def test_all_schedules_are_those_of_schedules() -> None:
     assert times == sorted(times)
     assert [row["schedule"] for row in found if "refused" in row] == ["dualpipe-v"]
     for row in found:
-        assert max((max(lane["ends"]) for lane in row["lanes"]), default=FINE) == FINE
+        assert max((max(lane["ends"]) for lane in row["lanes"]), default=TIME_STEPS) == TIME_STEPS
 
 
 def test_what_is_refused_has_its_reason_and_the_sliders_stay() -> None:
@@ -98,7 +98,7 @@ def test_chunks_go_to_those_that_take_them() -> None:
         ({"schedule": "interleaved", "pp": "64", "microbatches": "128", "chunks": "8"}, "chunks=8 is more than"),
         ({"times": "f=x"}, "is not a time"),
         ({"slow": "9=2", "colour": "red"}, "'colour' is not a parameter here"),
-        ({"slow": "8=2"}, "slow names rank 8, and pp=8 has the ranks 0 to 7"),
+        ({"slow": "8=2"}, "slow names rank 8, but pp=8 has the ranks 0 to 7"),
         ({"slow": "x=2"}, "x=2"),
     ],
 )
@@ -108,13 +108,13 @@ def test_bad_words(words: dict[str, str], said: str) -> None:
 
 
 def test_what_takes_long_is_for_a_process_of_its_own_and_sliders_do_not_lead_there() -> None:
-    assert not heavy(Ask({"schedule": "zb-v", "pp": "16", "microbatches": "64"}))
-    assert heavy(Ask({"schedule": "zb-v", "pp": "64", "microbatches": "128"}))
-    assert heavy(Ask({"schedule": "interleaved", "pp": "16", "microbatches": "64", "chunks": "8"}))
+    assert not is_large(Ask({"schedule": "zb-v", "pp": "16", "microbatches": "64"}))
+    assert is_large(Ask({"schedule": "zb-v", "pp": "64", "microbatches": "128"}))
+    assert is_large(Ask({"schedule": "interleaved", "pp": "16", "microbatches": "64", "chunks": "8"}))
     steps = payload(Ask({"pp": "12", "microbatches": "6"}))["steps"]
     assert max(steps["pp"]) == 32
     assert 12 * max(steps["microbatches"]) <= 2048
-    assert heavy(Ask({"pp": "40", "microbatches": "2"}))
+    assert is_large(Ask({"pp": "40", "microbatches": "2"}))
     assert 40 in payload(Ask({"pp": "40", "microbatches": "2"}))["steps"]["pp"]
 
 

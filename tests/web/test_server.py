@@ -17,13 +17,13 @@ from fivefold.support.errors import UserError
 from fivefold.web import app as ui_module
 from fivefold.web import server as serving_module
 from fivefold.web import workers as workers_module
-from fivefold.web.app import LOOPBACK, bound, ui, worth_saying
+from fivefold.web.app import LOOPBACK, listen, ui, worth_saying
 from fivefold.web.plan import search
 from fivefold.web.question import Ask
-from fivefold.web.server import FILES, STATIC, Busy, in_thread
+from fivefold.web.server import FILES, STATIC, TooSlow, in_thread
 from fivefold.web.views import VIEWS, answer
 from fivefold.web.worker import WorkerQuestion
-from fivefold.web.workers import MOST, Broken, Replaced, Workers
+from fivefold.web.workers import MAX_WORKERS, Replaced, WorkerFailed, Workers
 from tests.web.serving import TOKEN, Server, serving
 
 CUT = "Cancel %s running task(s), timeout graceful shutdown exceeded"
@@ -52,7 +52,7 @@ def test_every_view_has_its_two_modules(server: Server) -> None:
     assert [view["name"] for view in listed] == [view.name for view in VIEWS]
     for view in VIEWS:
         assert f"views/{view.name}.js" in FILES
-        assert set(view.slow) <= {*view.parts, "payload"}
+        assert set(view.in_worker) <= {*view.parts, "payload"}
 
 
 def test_headers_forbid_what_the_page_does_not_need(server: Server) -> None:
@@ -132,8 +132,8 @@ def test_no_address_leads_out_of_the_page(server: Server, path: str) -> None:
         ({"move": "nothing=3"}, "not a layout setting"),
         ({"mdoel": "tiny"}, "did you mean 'model'?"),
         ({"layout": f"tp={10**22}"}, "is more than 10000000"),
-        ({"layout": "dp=10000000,tp=10000000"}, "ranks, and 1000000000 are the most"),
-        ({"layout": "dp=2,split=" + "1," * 1000 + "1"}, "characters is longer than the 2000"),
+        ({"layout": "dp=10000000,tp=10000000"}, "ranks, but at most 1000000000 are allowed"),
+        ({"layout": "dp=2,split=" + "1," * 1000 + "1"}, "characters, but the page reads at most 2000"),
         ({"layout": "dp=0"}, "layout.dp=0 must be at least 1"),
         ({"layout": "dp=2", "move": "microbatches=0"}, "layout.microbatches=0 must be at least 1"),
         ({"layout": "dp=2", "move": f"pp={10**22}"}, "is more than 10000000"),
@@ -158,8 +158,8 @@ def test_what_never_ends_is_left_and_does_not_hold_the_server() -> None:
     ends = threading.Event()
 
     async def asked() -> None:
-        with pytest.raises(Busy, match="takes longer than"):
-            await in_thread(ends.wait, limit=0.05)
+        with pytest.raises(TooSlow, match="takes longer than"):
+            await in_thread(ends.wait, timeout=0.05)
         assert await in_thread(int, "3") == 3
         with pytest.raises(ValueError, match="invalid literal"):
             await in_thread(int, "three")
@@ -201,7 +201,7 @@ def test_what_takes_longer_is_answered_by_a_process_of_its_own(server: Server) -
     assert (wrong.status, wrong.json["error"]) == (400, "batch=0 must be at least 1")
 
 
-def test_a_heavy_payload_is_answered_by_a_process_as_well(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_payload_is_answered_by_a_process_as_well(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     words = {"schedule": "1f1b", "pp": "17", "microbatches": "1"}
     expected = json.loads(json.dumps(answer("schedule", "", Ask(words))))
     monkeypatch.setattr(serving_module, "answer", lambda *_: pytest.fail("computed in the server"))
@@ -243,8 +243,8 @@ def test_the_work_of_pages_that_have_gone_is_stopped(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(workers_module, "_exchange", endless)
     with serving() as server:
         for view in ("plan/search", "plan/why"):
-            pages = [server.leaving(view, never) for _ in range(MOST + 1)]
-            assert all(begun.acquire(timeout=60) for _ in range(MOST))
+            pages = [server.leaving(view, never) for _ in range(MAX_WORKERS + 1)]
+            assert all(begun.acquire(timeout=60) for _ in range(MAX_WORKERS))
             for page in pages:
                 page.close()
             assert server.ask("plan/search", TINY).status == 200
@@ -255,7 +255,7 @@ def test_a_worker_that_dies_is_a_bug_and_the_next_question_is_answered() -> None
         workers = Workers()
         await workers.warm()
         workers.idle[0].kill()
-        with pytest.raises((Broken, ConnectionError)):
+        with pytest.raises((WorkerFailed, ConnectionError)):
             await workers.ask("a page", WorkerQuestion("plan", "", TINY))
         assert json.loads(await workers.ask("a page", WorkerQuestion("plan", "", TINY)))["question"]["model"] == "tiny"
         await workers.close()
@@ -263,12 +263,12 @@ def test_a_worker_that_dies_is_a_bug_and_the_next_question_is_answered() -> None
     asyncio.run(asked())
 
 
-def test_only_the_loopback_interface_isbound() -> None:
-    with bound(0) as listening:
+def test_only_the_loopback_interface_is_bound() -> None:
+    with listen(0) as listening:
         assert listening.family == socket.AF_INET
         assert listening.getsockname()[0] == "127.0.0.1"
         with pytest.raises(UserError, match="--port 0 takes a free one"):
-            bound(listening.getsockname()[1])
+            listen(listening.getsockname()[1])
 
 
 def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The documentation's Markdown: its links lead somewhere, its commands can be typed, and each page has its place."""
 
+import json
 import re
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import typer
 import yaml
 from website.nav import in_order
+from website.notebook import notebook
 from website.pages import (
     ROOT,
     anchors,
@@ -139,3 +141,14 @@ def test_a_widget_is_a_command_that_needs_no_ranks() -> None:
     assert widget.file == widget_of("plan llama3-8b --cluster 8xH100").file
     with pytest.raises(ValueError, match="made by draw or plan"):
         widget_of("verify --layout dp=2")
+
+
+def test_a_notebook_is_shown_with_what_its_cells_gave() -> None:
+    drawn = {"image/svg+xml": ["<svg/>"], "text/plain": ["x"]}
+    outputs = [{"text": ["1\n"]}, {"data": {"text/plain": ["two"]}}, {"data": drawn}]
+    text = {"cell_type": "markdown", "source": ["# A\n", "text"]}
+    cells = [text, {"cell_type": "code", "source": ["f()"], "outputs": outputs}]
+    fence = "`" * 8
+    shown = [f"{fence}python\nf()\n{fence}", f"{fence}text\n1\n{fence}", f"{fence}text\ntwo\n{fence}"]
+    picture = '<img alt="what the cell above draws" src="data:image/svg+xml;base64,PHN2Zy8+">'
+    assert notebook(json.dumps({"cells": cells})) == "\n\n".join(["# A\ntext", *shown, picture]) + "\n"

@@ -1,4 +1,4 @@
-"""Reads rows of measured runs, a CSV file for each source, into workloads of the planner with their measured step time.
+"""Reads rows of measured runs, one CSV file per source: each gives a planner's workload and its measured step time.
 
 Empty means not published. `status` is ok, oom (ran out of memory), theory, or error.
 """
@@ -13,25 +13,19 @@ from typing import Any, NamedTuple, Protocol
 
 from msgspec import structs
 
-from fivefold.accuracy.sources import Source
+from fivefold.accuracy.mixture_rows import imbalance_of, is_mixture, kernels_of, mixture_spec, with_experts
+from fivefold.accuracy.software_file import orphan_software_file, read_software_file
+from fivefold.accuracy.sources import Source, defaults_of_system, entry_for, guess_source
 from fivefold.accuracy.spelling import (
-    Refused,
-    described,
-    description,
-    held_parameters,
-    imbalance_of,
-    is_mixture,
-    kernels_of,
-    mixture_spec,
+    UnpredictableRow,
     precision_named,
     preset_named,
     recompute_named,
     schedule_named,
-    stray,
-    with_experts,
     yes_or_no,
     zero_named,
 )
+from fivefold.cost.moe import parameters_per_rank
 from fivefold.cost.peak_memory import USABLE_FRACTION
 from fivefold.cost.software import SoftwareProfile
 from fivefold.cost.step import Workload
@@ -48,14 +42,14 @@ from fivefold.support.files import read_regular
 from fivefold.support.text import either
 
 # ---- cells ----------------------------------------------------------------------------------------------------------
-# Checks the cells that must be numbers: one that cannot be read is an error, and never taken as not published.
+# Checks the cells that must be numbers. A cell that cannot be read is an error, not an unpublished value.
 
 
-WHOLE = (
+WHOLE_NUMBER_COLUMNS = (
     "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq_len", "gpus", "gpus_per_node", "dp", "tp", "pp", "vp",
     "cp", "ep", "micro_batch", "global_batch",
 )  # fmt: skip
-NUMBERS = (
+NUMBER_COLUMNS = (
     "step_time_s", "derived_step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "peak_mem_gb",
 )  # fmt: skip
 
@@ -67,7 +61,7 @@ class CellValues(Protocol):
 
 
 def number(text: str) -> float | None:
-    """The finite number that a text is; None if it is none."""
+    """The text as a finite number; None if it is not one."""
     try:
         value = float(text)
     except ValueError:
@@ -77,40 +71,46 @@ def number(text: str) -> float | None:
 
 def check_cells(row: CellValues) -> None:
     """Refuse a row with a cell that is not a number above zero, or not a whole number where it must be."""
-    problems = [sentence for column in (*WHOLE, *NUMBERS) if (sentence := _cell_problem(column, row.text(column)))]
+    problems = [
+        sentence
+        for column in (*WHOLE_NUMBER_COLUMNS, *NUMBER_COLUMNS)
+        if (sentence := _cell_problem(column, row.text(column)))
+    ]
     if problems:
-        raise Refused("; ".join(problems))
+        raise UnpredictableRow("; ".join(problems))
 
 
 def _cell_problem(column: str, text: str) -> str:
     """What is wrong with a cell; empty if nothing is."""
-    kind = "whole number" if column in WHOLE else "number"
+    kind = "whole number" if column in WHOLE_NUMBER_COLUMNS else "number"
     if not text:
         return ""
     value = number(text)
     if value is None:
-        return f"{column} is {text!r}, and must be a {kind} (no commas, no units), or empty where it is not known"
+        return f"{column} is {text!r}; it must be a {kind} (no commas, no units), or empty if it is not known"
     if value <= 0:
-        return f"{column} is {text}, and must be above zero, or empty where it is not known"
-    if column in WHOLE and value != int(value):
-        return f"{column} is {text}, and must be a whole number; nearest: {either(_around(value, 1))}"
+        return f"{column} is {text}; it must be above zero, or empty if it is not known"
+    if column in WHOLE_NUMBER_COLUMNS and value != int(value):
+        return f"{column} is {text}; it must be a whole number; nearest: {either(_around(value, 1))}"
     return ""
 
 
 def check_world(gpus: int, dp: int | None, inner: dict[str, int]) -> None:
-    """Refuse degrees, of which dp may be unknown, that do not make as many ranks as there are GPUs."""
+    """Refuse degrees whose product is not the number of GPUs; dp may be unknown."""
     ranks = math.prod(inner.values())
     degrees = " x ".join(f"{axis}={degree}" for axis, degree in inner.items())
     if dp is None and gpus % ranks:
-        raise Refused(f"{degrees} = {ranks} does not divide gpus={gpus}")
+        raise UnpredictableRow(f"{degrees} = {ranks} does not divide gpus={gpus}")
     if dp is not None and dp * ranks != gpus:
-        raise Refused(f"dp={dp} x {degrees} makes {dp * ranks} GPUs, and gpus is {gpus}")
+        raise UnpredictableRow(f"dp={dp} x {degrees} makes {dp * ranks} GPUs, but gpus is {gpus}")
 
 
 def check_batch(batch: int, dp: int, samples: int) -> None:
     if batch % (dp * samples):
         near = either(_around(batch, dp * samples))
-        raise Refused(f"global_batch={batch} does not divide over dp={dp} x micro_batch={samples}; nearest: {near}")
+        raise UnpredictableRow(
+            f"global_batch={batch} does not divide over dp={dp} x micro_batch={samples}; nearest: {near}"
+        )
 
 
 def _around(value: float, step: int) -> list[int]:
@@ -123,8 +123,8 @@ def _around(value: float, step: int) -> list[int]:
 
 
 DATA = Path(__file__).parent / "data"
-MOST, LONGEST = 1 << 26, 4000  # bytes of a file, characters of a cell
-NEEDED = ("source", "model", "seq_len", "gpu", "gpus", "status")
+MAX_FILE_BYTES, MAX_CELL_CHARACTERS = 1 << 26, 4000
+REQUIRED_COLUMNS = ("source", "model", "seq_len", "gpu", "gpus", "status")
 
 
 class PublishedRow(NamedTuple):
@@ -133,14 +133,14 @@ class PublishedRow(NamedTuple):
     file: str  # its name without the suffix
     line: int
     values: dict[str, str]
-    described: Source | None = None  # the description of its software in a TOML file next to the CSV
-    shipped: bool = False  # it comes with the package, whose table describes its source
+    software_file: Source | None = None  # what a TOML file next to the CSV says about its software
+    shipped: bool = False  # it comes with the package, whose table has an entry for its source
 
     def text(self, column: str) -> str:
         return (self.values.get(column) or "").strip()
 
     def number(self, column: str) -> float | None:
-        """A cell's number; None if it is not published, or cannot be read, which `check_cells` refuses."""
+        """A cell's number; None if it is not published. `check_cells` refuses what cannot be read."""
         return number(self.text(column))
 
     def integer(self, column: str) -> int | None:
@@ -160,30 +160,30 @@ def read_rows(directory: Path = DATA) -> list[PublishedRow]:
     """All rows of all CSV files of a directory."""
     if directory.is_file():
         raise UserError(
-            f"{directory} is a file, and rows are read from a directory; nearest: {directory.parent}",
+            f"{directory} is a file, but rows are read from a directory; nearest: {directory.parent}",
             "accuracy.data.missing",
         )
     files = sorted(path for path in directory.glob("*.csv") if path.is_file()) if directory.is_dir() else []
     if not files:
         raise UserError(
-            f"{directory} has no .csv files; give a directory of measured runs, as {DATA} is one",
+            f"{directory} has no .csv files; give a directory of measured runs, such as {DATA}",
             "accuracy.data.missing",
         )
-    if orphan := stray(directory):
+    if orphan := orphan_software_file(directory):
         raise UserError(
-            f"{orphan} describes the runs of {orphan.stem}.csv, which is not there; rename or move it",
+            f"{orphan} describes the runs of {orphan.stem}.csv, which does not exist; rename or move it",
             "accuracy.data.orphan",
         )
     rows, shipped = [], directory.resolve() == DATA.resolve()
     for path in files:
-        software = described(path.with_suffix(".toml"))
+        software = read_software_file(path.with_suffix(".toml"))
         try:
-            text = read_regular(path, MOST, links=True).decode(errors="replace")
+            text = read_regular(path, MAX_FILE_BYTES, links=True).decode(errors="replace")
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}", "file.read") from None
         reader = csv.DictReader(io.StringIO(text, newline=""))
         try:
-            missing = [column for column in NEEDED if column not in (reader.fieldnames or ())]
+            missing = [column for column in REQUIRED_COLUMNS if column not in (reader.fieldnames or ())]
             if missing:
                 raise UserError(
                     f"{path} lacks the columns {', '.join(missing)}; its first line must name them",
@@ -196,10 +196,10 @@ def read_rows(directory: Path = DATA) -> list[PublishedRow]:
 
 
 def _limited(values: dict[str, str]) -> dict[str, str]:
-    """The cells of a row, none of which may be longer than LONGEST: patterns are searched in them."""
+    """The cells of a row. Their length is limited, as patterns are searched in them."""
     for column, text in values.items():
-        if isinstance(text, str) and len(text) > LONGEST:
-            raise ValueError(f"{column} has {len(text):,} characters, and at most {LONGEST:,} are read")
+        if isinstance(text, str) and len(text) > MAX_CELL_CHARACTERS:
+            raise ValueError(f"{column} has {len(text):,} characters, and at most {MAX_CELL_CHARACTERS:,} are read")
     return values
 
 
@@ -214,39 +214,48 @@ class MeasuredRun(NamedTuple):
 
 
 def source_of(row: PublishedRow) -> Source:
-    """What is known or assumed about a row's software."""
-    words = " ".join(map(row.text, ("url_or_path", "notes")))
-    gpu, precision = map(row.text, ("gpu", "precision"))
-    return description(row.text("system"), row.described, row.text("source"), words, gpu, precision, row.shipped)
+    """The software of a row: by its own column, else by its file, else by its source's entry, else a guess.
+
+    Entries are about the package's own runs; in other files the same name may mean other settings, and is a guess.
+    """
+    file, source = row.software_file, row.text("source")
+    if system := row.text("system"):
+        of_row = defaults_of_system(system)
+        return structs.replace(of_row, why=f"{of_row.why} of the row, not {file.why}") if file else of_row
+    if file:
+        return file
+    if (entry := entry_for(source)) is None:
+        text = f"{source} {row.text('url_or_path')} {row.text('notes')}"
+        return guess_source(text, row.text("gpu"), row.text("precision"))
+    return entry if row.shipped else structs.replace(entry, assumed=True, why=f"its source's name: {entry.why}")
 
 
 def measured(row: PublishedRow) -> MeasuredRun:
-    """The workload and the measurements of a row; Refused says why there is none."""
+    """The workload and the measurements of a row; UnpredictableRow says why there is none."""
     source = source_of(row)
     check_cells(row)
     spec, cluster = spec_of(row, source), cluster_of(row, source)
     if problems := spec.problems():
-        raise Refused("; ".join(problems))
-    known = any(row.integer(axis) is not None for axis in ("dp", "tp", "pp"))
-    layout = layout_of(row, source, spec) if known else Layout()
+        raise UnpredictableRow("; ".join(problems))
+    layout_known = any(row.integer(axis) is not None for axis in ("dp", "tp", "pp"))
+    layout = layout_of(row, source, spec) if layout_known else Layout()
     batch = row.integer("global_batch") or layout.dp * layout.microbatches * (row.integer("micro_batch") or 1)
     precision = precision_named(row.text("precision"), cluster.groups[0].accelerator)
     workload = Workload(spec, layout, cluster, _need(row, "seq_len"), batch, precision, software_of_row(row, source))
     if is_mixture(row):
-        if not known:
-            raise Refused("a mixture of experts whose layout is not published")
+        if not layout_known:
+            raise UnpredictableRow("the layout of this mixture of experts is not published")
         workload = _with_experts(row, source, workload)
-    if known and (problems := impossible(workload)):
-        raise Refused("; ".join(problems))
-    if not known:
-        # The layout is not published: take the planner's.
+    if layout_known and (problems := impossible(workload)):
+        raise UnpredictableRow("; ".join(problems))
+    if not layout_known:  # take the planner's
         workload = search(workload, top=1, zero=source.zero).best.workload
     memory = row.number("peak_mem_gb")
     return MeasuredRun(row, source, workload, seconds_of(row, source, workload), memory and memory * source.memory_unit)
 
 
 def impossible(workload: Workload) -> list[str]:
-    """Why no software can have run a workload's layout. Limits of our own trainer alone do not count."""
+    """Why no software can have run a workload's layout. Limits of Fivefold's own trainer do not count."""
     # Other software allows tied embeddings with ZeRO 2 and 3 in any schedule, shard groups with ZeRO 1, and pads
     # sequences for sp.
     spec, layout = structs.replace(workload.spec, tied=False), structs.replace(workload.layout, replicate=1, sp=False)
@@ -255,9 +264,9 @@ def impossible(workload: Workload) -> list[str]:
 
 def _with_experts(row: PublishedRow, source: Source, workload: Workload) -> Workload:
     """The workload with the row's ep, the kernels of its release, and its routing."""
-    spec, layout = with_experts(row, workload.spec, workload.layout, source.divides_experts)
+    spec, layout = with_experts(row, workload.spec, workload.layout, tp_shards_experts=source.tp_shards_experts)
     if spec.experts is None:
-        raise Refused(f"ep={layout.ep} deals out experts, and {spec.name} has none")
+        raise UnpredictableRow(f"ep={layout.ep} shards experts, but {spec.name} has none")
     software = workload.software.but(experts=kernels_of(row, workload.software.experts))
     return replace(workload, spec=spec, layout=layout, software=software, imbalance=imbalance_of(row, spec, layout))
 
@@ -265,16 +274,16 @@ def _with_experts(row: PublishedRow, source: Source, workload: Workload) -> Work
 def _need(row: PublishedRow, column: str) -> int:
     value = row.integer(column)
     if value is None:
-        raise Refused(f"{column} is not published")
+        raise UnpredictableRow(f"{column} is not published")
     return value
 
 
-SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+SHAPE_COLUMNS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 
 
 def spec_of(row: PublishedRow, source: Source) -> ModelSpec:
     """The row's model; sizes that it leaves out are those of the preset that it names, if there is one."""
-    name, published = row.text("model"), {column: _need(row, column) for column in SHAPE if row.text(column)}
+    name, published = row.text("model"), {column: _need(row, column) for column in SHAPE_COLUMNS if row.text(column)}
     if is_mixture(row):
         return mixture_spec(row, published | {"context": _need(row, "seq_len")})
     known = preset_named(name)
@@ -286,53 +295,53 @@ def spec_of(row: PublishedRow, source: Source) -> ModelSpec:
     if shape["hidden"] % shape["heads"]:
         shape["head_dim"] = 256 if "PaLM" in name else 128  # arXiv 2204.02311, table 1
     if not re.search(r"llama|palm|internlm|mistral|qwen", name, re.I):
-        shape |= {"norm": "layernorm", "activation": "gelu", "positions": "learned", "tied": not source.untied}
+        shape |= {"norm": "layernorm", "activation": "gelu", "positions": "learned", "tied": not source.untied_head}
         shape |= {"bias": False} if "MPT" in name else {"bias": True, "dropout": source.dropout}
     return ModelSpec(name=name, **shape)
 
 
-ASYNC_TP = 0.45  # the share of tp's communication that async TP hides, by torchtitan's rows with and without it
+ASYNC_TP_OVERLAP = 0.45  # of tp's communication, by torchtitan's rows with and without async TP
 
 
 def software_of_row(row: PublishedRow, source: Source) -> SoftwareProfile:
     """The source's software with what the row's notes say about it."""
     notes = row.text("notes")
     kernels = (kernel for word, kernel in source.kernels.items() if word in notes)
-    software = source.stack.but(attention=next(kernels, source.stack.attention))
-    if source.compiled_if_said and "compile" not in notes.lower():
+    software = source.software.but(attention=next(kernels, source.software.attention))
+    if source.compiled_only_if_noted and "compile" not in notes.lower():
         software = software.but(pointwise="eager", norm="eager")
     if "rowwise" in row.text("precision").lower():
         software = software.but(rowwise=True)
     if re.search(r"async.?(tp|tensor)", notes, re.I):
-        software = software.but(overlap=structs.replace(software.overlap, tp=ASYNC_TP))
+        software = software.but(overlap=structs.replace(software.overlap, tp=ASYNC_TP_OVERLAP))
     if "RMS kernel" in notes:
         software = software.but(norm="fused")
     return software
 
 
-RACK = 72  # GPUs of an NVL72
-FILLED = 64  # GPUs of a rack that runs over several racks use, if experts are sharded
+NVL72_GPUS = 72
+NVL72_GPUS_WITH_EP = 64  # of each rack, in runs over several racks that shard experts
 
 
 def device_of(name: str) -> Accelerator:
-    """The accelerator of a source's name, as a whole: a part of 'A100-PCIE-40GB' would be a board with other memory."""
+    """The accelerator of a name, which must match as a whole: 'A100' of 'A100-PCIE-40GB' has more memory."""
     if not name:
-        raise Refused("gpu is not published")
+        raise UnpredictableRow("gpu is not published")
     try:
         return find_accelerator(name)
     except UserError as error:
-        raise Refused(f"gpu is not in the catalogue: {error}") from None
+        raise UnpredictableRow(f"gpu is not in the catalogue: {error}") from None
 
 
 def cluster_of(row: PublishedRow, source: Source) -> Cluster:
     gpus, per_node = _need(row, "gpus"), row.integer("gpus_per_node") or 8
     device = device_of(row.text("gpu"))
-    across = structs.replace(device.across, bandwidth=device.across.bandwidth * source.ports)
+    across = structs.replace(device.across, bandwidth=device.across.bandwidth * source.network_scale)
     device = structs.replace(device, across=across)
     if device.name.startswith("GB"):
-        per_node = RACK  # NVLink joins a rack, whatever counts as a node there
-        if is_mixture(row) and gpus % FILLED == 0:
-            per_node = FILLED  # so that ep lies within a rack
+        per_node = NVL72_GPUS  # NVLink joins a rack, whatever counts as a node there
+        if is_mixture(row) and gpus % NVL72_GPUS_WITH_EP == 0:
+            per_node = NVL72_GPUS_WITH_EP  # so that ep lies within a rack
     per_node = min(per_node, gpus)
     return Cluster((Group(-(-gpus // per_node), per_node, device),))
 
@@ -342,13 +351,13 @@ def layout_of(row: PublishedRow, source: Source, spec: ModelSpec) -> Layout:
     gpus = _need(row, "gpus")
     check_world(gpus, row.integer("dp"), {"tp": tp, "pp": pp, "cp": cp})
     dp = gpus // (tp * pp * cp)
-    zero = _zero(row, source, held_parameters(spec, tp, _ep(row, source, tp)) / pp)
-    zero = min(zero, source.pipelined_zero) if pp > 1 else zero
+    zero = _zero(row, source, parameters_per_rank(spec, tp, _ep(row, source, tp)) / pp)
+    zero = min(zero, source.max_zero_with_pp) if pp > 1 else zero
     batch = row.integer("global_batch") or (row.integer("micro_batch") or 1) * dp
     samples = row.integer("micro_batch") or (1 if pp > 1 else max(1, batch // dp))
     check_batch(batch, dp, samples)
     microbatches = batch // (dp * samples)
-    sp = yes_or_no("sequence_parallel", row.text("sequence_parallel"), source.sp)
+    sp = yes_or_no("sequence_parallel", row.text("sequence_parallel"), default=source.sp)
     degrees: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "zero": zero, "microbatches": microbatches}
     if zero and (group := re.search(r"shard group: (\d+) ranks", row.text("notes"))):
         degrees["replicate"] = max(1, dp // int(group.group(1)))
@@ -356,26 +365,27 @@ def layout_of(row: PublishedRow, source: Source, spec: ModelSpec) -> Layout:
         **degrees,
         cp_kind=source.cp_kind,
         sp=sp and tp > 1,
-        recompute=recompute_named(row.text("recompute"), source.recompute),
+        recompute=recompute_named(row.text("recompute"), default=source.recompute),
     )
     schedule, chunks = _schedule(row, source, spec, layout)
     layout = structs.replace(layout, schedule=schedule, chunks=chunks)
-    balanced = source.balanced_if and source.balanced_if in row.text("notes")
+    keyword = source.balanced_layers_keyword
+    balanced = keyword and keyword in row.text("notes")
     if balanced and layout.stages > 1:
         return structs.replace(layout, split=_redistributed(spec, layout.stages))
-    return structs.replace(layout, split=_even(spec.layers, layout)) if source.stack.even else layout
+    return structs.replace(layout, split=_even(spec.layers, layout)) if source.software.even else layout
 
 
 def _ep(row: PublishedRow, source: Source, tp: int) -> int:
-    """The ranks over which experts are sharded or divided."""
-    return (row.integer("ep") or 1) * (tp if source.divides_experts else 1)
+    """The ranks over which experts are sharded, by ep and tp."""
+    return (row.integer("ep") or 1) * (tp if source.tp_shards_experts else 1)
 
 
 def _zero(row: PublishedRow, source: Source, parameters: float) -> int:
     """The ZeRO stage that the row states, or else the source's; 3 if weights and gradients would not fit otherwise."""
     if (stated := zero_named(row.text("zero_stage"))) is not None:
         return stated
-    needed = parameters * (source.stack.weight_bytes + source.stack.gradient_bytes)
+    needed = parameters * (source.software.weight_bytes + source.software.gradient_bytes)
     return 3 if needed > USABLE_FRACTION * device_of(row.text("gpu")).memory else source.zero
 
 
@@ -387,14 +397,14 @@ def _schedule(row: PublishedRow, source: Source, spec: ModelSpec, layout: Layout
     if name not in ("", "1f1b", "interleaved"):
         record = CATALOGUE[name]
         return name, (record.any_chunks and row.integer("vp")) or record.chunks
-    most = max(source.chunks, 2 if name == "interleaved" else 1)
+    most = max(source.max_chunks, 2 if name == "interleaved" else 1)
     chunks = row.integer("vp") or _chunks(spec.layers, layout.pp, most)
     several = chunks > 1 and layout.microbatches >= layout.pp
     return ("interleaved", chunks) if several else ("1f1b", 1)
 
 
 def _even(layers: int, layout: Layout) -> tuple[int, ...]:
-    """The layers of each stage, equally many; or counting embedding and head as one layer each, as in Llama 3."""
+    """The layers of each stage: equally many, if need be counting embedding and head as a layer each, as in Llama 3."""
     n = layout.stages
     if layers % n == 0:
         return (layers // n,) * n
@@ -417,7 +427,7 @@ def _redistributed(spec: ModelSpec, stages: int) -> tuple[int, ...]:
 
 
 def _chunks(layers: int, pp: int, most: int) -> int:
-    """The most chunks that divide the layers evenly; or layers, embedding and head in sum, as in Llama 3."""
+    """The most chunks that divide the layers evenly, if need be with embedding and head as a layer each (Llama 3)."""
     for units in (layers, layers + 2):
         if units % pp == 0:
             return max(n for n in range(1, most + 1) if units % (pp * n) == 0)
@@ -431,9 +441,9 @@ def seconds_of(row: PublishedRow, source: Source, workload: Workload) -> float |
             return value
     if rate := row.number("tokens_per_s_per_gpu"):
         return float(workload.batch * workload.seq) / rate / workload.layout.world
-    flops = workload.flops(source.counting)
+    flops = workload.flops(source.attention_flops)
     if rate := row.number("tflops_per_gpu"):
-        if source.hardware_flops and workload.layout.recompute == "full":
+        if source.counts_recompute_flops and workload.layout.recompute == "full":
             flops *= 4 / 3
         return flops / (rate * 1e12) / workload.layout.world
     if mfu := row.number("mfu"):

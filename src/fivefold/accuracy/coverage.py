@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from fivefold.accuracy.cases import DATA, PublishedRow, read_rows
-from fivefold.accuracy.fit import STEPS_WITHOUT, unseen
+from fivefold.accuracy.fit import FIT_STEPS_WITHOUT, predict_unseen
 from fivefold.accuracy.fit import by_source as file_of
-from fivefold.accuracy.result import Progress, steps
-from fivefold.accuracy.score import FEW, RowScore, evaluate, line_of
-from fivefold.accuracy.spelling import is_mixture
+from fivefold.accuracy.mixture_rows import is_mixture
+from fivefold.accuracy.result import Progress, step_counter
+from fivefold.accuracy.score import MIN_EXPERTS_ROWS, RowScore, evaluate, line_of
 from fivefold.cost.peak_memory import footprint
 from fivefold.cost.step import Workload, estimate
 from fivefold.hardware.cluster import Cluster
@@ -40,8 +40,8 @@ from fivefold.support.text import plural
 # many rows it has, and a new source may lie beyond all K known ones: it is one of K + 1.
 
 
-PRIOR = 12  # a trait's factor is shrunk to 1 with the weight of so many sources; with less, coverage was lower
-HALF = 0.5  # the widths above and below are shrunk halfway to their mean
+PRIOR_SOURCES = 12  # a trait's factor is shrunk to 1 with their weight; with less, coverage was lower
+SYMMETRY = 0.5  # the widths above and below are shrunk halfway to their mean
 
 
 class Residual(NamedTuple):
@@ -62,7 +62,7 @@ def band_of(residuals: Sequence[Residual], share: float = COVERAGE) -> Band:
     total = slow + fast
     if not total:
         return structs.replace(flat, low=0.0, high=0.0)
-    up, down = (HALF + (1 - HALF) * 2 * side / total for side in (slow, fast))
+    up, down = (SYMMETRY + (1 - SYMMETRY) * 2 * side / total for side in (slow, fast))
 
     def size(row: Residual) -> float:
         return max(row.error / up, -row.error / down) / flat.scale(row.traits)
@@ -74,13 +74,13 @@ def band_of(residuals: Sequence[Residual], share: float = COVERAGE) -> Band:
 
 def _factors(residuals: Sequence[Residual]) -> dict[str, dict[str, float]]:
     """By trait and level: the mean error of the sources that have the level, relative to the mean error of all."""
-    usual = _mean(residuals, lambda residual: abs(residual.error)) or 1.0
+    mean = _mean(residuals, lambda residual: abs(residual.error)) or 1.0
     factors: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(name for residual in residuals for name in residual.traits):
         for level in sorted({residual.traits[name] for residual in residuals if name in residual.traits}):
             of_level = by_source([residual for residual in residuals if residual.traits.get(name) == level])
             means = [fmean(abs(residual.error) for residual in rows) for rows in of_level.values()]
-            factor = (sum(means) + PRIOR * usual) / ((len(means) + PRIOR) * usual)
+            factor = (sum(means) + PRIOR_SOURCES * mean) / ((len(means) + PRIOR_SOURCES) * mean)
             factors.setdefault(name, {})[level] = factor
     return factors
 
@@ -98,7 +98,7 @@ def _mean(residuals: Sequence[Residual], value_of: Callable[[Residual], float]) 
 
 
 def quantile(weighted: Sequence[tuple[float, float]], share: float) -> float:
-    """The least value of (value, weight) pairs with `share` of the weight at or below it; else the largest."""
+    """The smallest value of (value, weight) pairs with `share` of the weight at or below it."""
     total, below = math.fsum(weight for _, weight in weighted), 0.0
     for value, weight in sorted(weighted):
         below += weight / total
@@ -118,7 +118,7 @@ class Covered(NamedTuple):
     above: float
 
 
-def covered(source: str, rows: Sequence[Residual], band: Band) -> Covered:
+def cover(source: str, rows: Sequence[Residual], band: Band) -> Covered:
     """A source's rows against a band."""
     outside = [row.error for row in rows if not band.holds(row.error, row.traits)]
     above = sum(error > 0 for error in outside)
@@ -133,20 +133,20 @@ def coverage_of(residuals: Sequence[Residual]) -> list[Covered]:
     if len(sources) < 2:
         return []
     return [
-        covered(name, rows, band_of([residual for residual in residuals if residual.source != name]))
+        cover(name, rows, band_of([residual for residual in residuals if residual.source != name]))
         for name, rows in sources.items()
     ]
 
 
-# ---- own ------------------------------------------------------------------------------------------------------------
-# Fivefold's own steps, as `fivefold bench` measured them: on one H200, and on ranks of two machines with CPUs.
+# ---- own steps ------------------------------------------------------------------------------------------------------
+# Fivefold's own steps, measured by `fivefold bench`: on one H200, and on CPU ranks of two machines.
 #
 # They are in `benchmarks/` of the repository, not in the package. No constant was fitted to them: the devices' kernels
 # were measured by `fivefold calibrate`.
 
 
-FOLDER = Path(__file__).parents[3] / "benchmarks"
-CPUS = {"system": "CPUs", "device": "known", "model": "dense", "size": "below 10B", "scale": "one node"}
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+CPU_TRAITS = {"system": "CPUs", "device": "known", "model": "dense", "size": "below 10B", "scale": "one node"}
 
 
 class OwnStep(NamedTuple):
@@ -155,7 +155,7 @@ class OwnStep(NamedTuple):
     memory: float
 
 
-def h200_steps(folder: Path = FOLDER) -> list[OwnStep]:
+def h200_steps(folder: Path = BENCHMARKS) -> list[OwnStep]:
     """Compiled steps on one H200; empty outside the repository."""
     path = folder / "h200-steps.csv"
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")] if path.exists() else []
@@ -169,17 +169,17 @@ def h200_steps(folder: Path = FOLDER) -> list[OwnStep]:
     return measured
 
 
-def own_times(folder: Path = FOLDER) -> Iterator[Residual]:
+def own_times(folder: Path = BENCHMARKS) -> Iterator[Residual]:
     for workload, seconds, _ in h200_steps(folder):
         yield Residual("fivefold, one H200", math.log(seconds / estimate(workload).seconds), traits(workload))
     for path in sorted(folder.glob("scaling-*.json")):
         table = json.loads(path.read_text())
-        for row in table["layouts"]:  # with the prediction of its day, by a calibration of that machine
+        for row in table["layouts"]:  # with the prediction made then, by a calibration of that machine
             error = math.log(row["seconds"] / row["predicted_seconds"])
-            yield Residual(f"fivefold, {table['cores']} CPU cores", error, CPUS)
+            yield Residual(f"fivefold, {table['cores']} CPU cores", error, CPU_TRAITS)
 
 
-def own_memory(folder: Path = FOLDER) -> Iterator[Residual]:
+def own_memory(folder: Path = BENCHMARKS) -> Iterator[Residual]:
     for workload, _, memory in h200_steps(folder):
         yield Residual("fivefold, one H200", math.log(memory / footprint(workload).allocated), {})
 
@@ -187,18 +187,18 @@ def own_memory(folder: Path = FOLDER) -> Iterator[Residual]:
 # ---- coverage -------------------------------------------------------------------------------------------------------
 
 
-FIRST_SIGHT = Path(__file__).with_name("first_sight.csv")
+FIRST_SIGHT_FILE = Path(__file__).with_name("first_sight.csv")
 
 
 @dataclass(frozen=True)
 class CoverageResult(Result):
-    """By source: how many of its rows lie in the range that was made without it."""
+    """How many rows of each source lie in the range that was made without it."""
 
     time: tuple[Covered, ...]
     memory: tuple[Covered, ...]
     bands: Bands
     residuals: tuple[Residual, ...]  # of time
-    own: bool  # the runs of a user's directory, against the ranges that plans print
+    own_runs: bool  # of a user's directory, against the ranges that plans print
 
     @property
     def mean(self) -> float | None:
@@ -211,13 +211,13 @@ class CoverageResult(Result):
 
     def write(self) -> None:
         """Write the ranges to the file that plans read."""
-        if self.own:
+        if self.own_runs:
             raise UserError(
-                "the ranges of plans are made of the package's runs; leave --data out, or --write", "option.conflict"
+                "the ranges of plans are made from the package's runs; remove --data or --write", "option.conflict"
             )
-        if not FOLDER.is_dir():
+        if not BENCHMARKS.is_dir():
             raise UserError(
-                f"this code's own steps are not at hand: {FOLDER} is missing; run it in the repository",
+                f"Fivefold's own measured steps are missing: there is no {BENCHMARKS}; run this in the repository",
                 "accuracy.data.missing",
             )
         error_range.write(self.bands)
@@ -236,12 +236,12 @@ class CoverageResult(Result):
         }
 
     def blocks(self) -> Iterator[Block]:
-        against = "that plans print" if self.own else "that the other sources give"
+        against = "that plans print" if self.own_runs else "that the other sources give"
         if self.time:
             yield _table(f"Step times inside the range {against}", self.time, self.mean)
         if self.memory:
             yield _table(f"Peak memory inside the range {against}", self.memory, self.memory_mean)
-        if not self.own:
+        if not self.own_runs:
             yield self._widths()
         yield Text("")
         for what, band in (("step time", self.bands.time), ("peak memory", self.bands.memory)):
@@ -266,30 +266,32 @@ class CoverageResult(Result):
                 )
                 rows.append((name, level, *cells))
         caption = (
-            "width: of the range, relative to all cases; those of a case's traits are multiplied. A guess: a device "
+            "width of the range, relative to all cases; the widths of a case's traits are multiplied. guess: a device "
             "that has another's constants; calibrated: this code on a GPU that `fivefold calibrate` measured"
         )
-        heads = ["trait", "of a case", ">sources", ">rows", ">width", ">times the prediction"]
-        return Table(heads, rows, title="How wide, by kind of case", caption=caption)
+        heads = ["trait", "value", ">sources", ">rows", ">width", ">times the prediction"]
+        return Table(heads, rows, title="Width of the range, by trait", caption=caption)
 
 
 def coverage(data: str | Path | None = None, *, progress: Progress = lambda done, total, what: None) -> CoverageResult:
-    """Check each source against a range that was made without it, with constants that were fitted without it.
+    """Check each source against a range and constants that were made without it.
 
     With `data`, a directory of runs to which nothing was fitted, the ranges are those that plans print.
     """
     rows = read_rows(Path(data) if data else DATA)
-    results = evaluate(rows, tick=steps(progress, "predicting", len(rows)))
+    results = evaluate(rows, tick=step_counter(progress, "predicting", len(rows)))
     if data is not None:
-        known = bands()
+        shipped = bands()
         time, memory = list(_as_shipped(results)), list(_memory(results, {}))
-        return CoverageResult(_against(time, known.time), _against(memory, known.memory), known, tuple(time), own=True)
+        return CoverageResult(
+            _against(time, shipped.time), _against(memory, shipped.memory), shipped, tuple(time), own_runs=True
+        )
     first, timed = first_sight(), [result for result in results if result.error is not None]
     runs = [result.run for result in timed if result.run and not is_mixture(result.row)]
-    tick = steps(progress, "fitting without each source", STEPS_WITHOUT)
+    tick = step_counter(progress, "fitting without each source", FIT_STEPS_WITHOUT)
     # No constant is fitted to rows with experts, so they need no fit without their source.
     time = list(_enough(_as_shipped([result for result in timed if is_mixture(result.row)])))
-    for run, seconds in unseen(runs, file_of, tick):
+    for run, seconds in predict_unseen(runs, file_of, tick):
         at_first = first.get(_key(run.row))
         run_traits = traits(run.workload) | ({"device": at_first["device"]} if at_first else {})
         if at_first and at_first["seconds"]:
@@ -299,7 +301,7 @@ def coverage(data: str | Path | None = None, *, progress: Progress = lambda done
     memory = [*_memory(results, first), *own_memory()]
     by_time, by_memory = coverage_of(time), coverage_of(memory)
     new_bands = Bands(_with_coverage(band_of(time), by_time), _with_coverage(band_of(memory), by_memory))
-    return CoverageResult(tuple(by_time), tuple(by_memory), new_bands, tuple(time), own=False)
+    return CoverageResult(tuple(by_time), tuple(by_memory), new_bands, tuple(time), own_runs=False)
 
 
 def _with_coverage(band: Band, sources: Sequence[Covered]) -> Band:
@@ -308,9 +310,9 @@ def _with_coverage(band: Band, sources: Sequence[Covered]) -> Band:
 
 
 def first_sight() -> dict[tuple[str, int], dict[str, str]]:
-    """By source and line, what was predicted when the source was new: its description was written later, with knowledge
-    of its rows."""
-    lines = [line for line in FIRST_SIGHT.read_text().splitlines() if not line.startswith("#")]
+    """By source and line: what was predicted when the source was new. Its entry was written later, with its rows
+    known."""
+    lines = [line for line in FIRST_SIGHT_FILE.read_text().splitlines() if not line.startswith("#")]
     return {(row["source"], int(row["line"])): row for row in csv.DictReader(lines)}
 
 
@@ -325,15 +327,15 @@ def _as_shipped(results: Sequence[RowScore]) -> Iterator[Residual]:
 
 
 def _enough(residuals: Iterable[Residual]) -> Iterator[Residual]:
-    """The residuals of sources with at least FEW rows."""
+    """The residuals of sources with at least MIN_EXPERTS_ROWS rows."""
     for rows in by_source(list(residuals)).values():
-        if len(rows) >= FEW:
+        if len(rows) >= MIN_EXPERTS_ROWS:
             yield from rows
 
 
 def _memory(results: Sequence[RowScore], first: dict[tuple[str, int], dict[str, str]]) -> Iterator[Residual]:
-    """The residuals of memory. No constant is fitted to memory, so only a source's description may know its rows; for
-    such sources the prediction is that of first sight."""
+    """The residuals of memory. No constant is fitted to memory, so only a source's entry may know its rows; for such
+    sources the prediction is that of first sight."""
     for result in results:
         if result.memory_error is None or result.theory is not None or result.run is None:
             continue
@@ -343,7 +345,7 @@ def _memory(results: Sequence[RowScore], first: dict[tuple[str, int], dict[str, 
 
 
 def _against(residuals: Sequence[Residual], band: Band) -> tuple[Covered, ...]:
-    return tuple(covered(name, rows, band) for name, rows in by_source(residuals).items())
+    return tuple(cover(name, rows, band) for name, rows in by_source(residuals).items())
 
 
 def _table(title: str, sources: Sequence[Covered], mean: float | None) -> Table:
@@ -352,8 +354,8 @@ def _table(title: str, sources: Sequence[Covered], mean: float | None) -> Table:
         shares = (source.error, source.inside, source.below, source.above)
         rows.append((source.source, f"{source.rows:,}", *(f"{100 * part:.1f}%" for part in shares)))
     caption = (
-        "error: mean absolute, of what was predicted unseen; inside: of the rows, should be "
-        f"{COVERAGE:.0%} on the mean of sources; below, above: the range"
+        "error: mean absolute error of predictions made without the source; inside: share of rows, which should be "
+        f"{COVERAGE:.0%} in the mean of sources; below, above: rows outside the range"
     )
     error = fmean(source.error for source in sources)
     total = ("mean of sources", "", f"{100 * error:.1f}%", f"{100 * (mean or 0.0):.1f}%")

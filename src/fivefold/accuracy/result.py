@@ -12,20 +12,29 @@ from typing import Any
 
 from fivefold.accuracy.cases import DATA, MeasuredRun, PublishedRow, measured, read_rows, source_of
 from fivefold.accuracy.fit import (
-    FITTED,
-    STEPS,
-    STEPS_WITHOUT,
+    FIT_STEPS,
+    FIT_STEPS_WITHOUT,
+    FITTED_CONSTANTS,
     Constants,
     FullFit,
     Unseen,
     by_accelerator,
     by_source,
     fit,
-    unseen,
+    predict_unseen,
 )
-from fivefold.accuracy.score import NONSENSE, RowScore, Score, SweepChoice, choices, evaluate, median_regret, scores
+from fivefold.accuracy.mixture_rows import is_mixture
+from fivefold.accuracy.score import (
+    CONTRADICTIONS,
+    RowScore,
+    Score,
+    SweepChoice,
+    choices,
+    evaluate,
+    median_regret,
+    scores,
+)
 from fivefold.accuracy.sources import ANY, SOURCES
-from fivefold.accuracy.spelling import is_mixture
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.render.chart import TOP, Plot, sheet
 from fivefold.render.scene import (
@@ -52,9 +61,9 @@ from fivefold.support.errors import UserError
 # A scatter plot of predicted against measured step times: a mark for each run, the diagonal, and bands around it.
 
 
-HEIGHT, LEFT, WIDE = 880.0, 128.0, 690.0
-BANDS = (0.25, 0.10)  # relative errors on either side of the diagonal; the wider band is painted first
-SHADES = (FAINT, PALE)
+HEIGHT, PLOT_LEFT, PLOT_WIDTH = 880.0, 128.0, 690.0
+ERROR_BANDS = (0.25, 0.10)  # relative errors on either side of the diagonal; the wider band is painted first
+BAND_SHADES = (FAINT, PALE)
 
 
 def scatter(results: Sequence[RowScore]) -> Scene:
@@ -66,13 +75,13 @@ def scatter(results: Sequence[RowScore]) -> Scene:
     ]
     spread = [value for _, *both in points for value in both] or [0.1, 10]
     low, high = 10.0 ** math.floor(math.log10(min(spread))), 10.0 ** math.ceil(math.log10(max(spread)))
-    near = sum(abs(predicted / seconds - 1) <= BANDS[-1] for _, seconds, predicted in points)
+    near = sum(abs(predicted / seconds - 1) <= ERROR_BANDS[-1] for _, seconds, predicted in points)
     share = f"; {near / len(points):.0%} of them within 10%" if points else ""
     files = list(dict.fromkeys(name for name, _, _ in points))
     subtitle = f"{len(points)} measured runs of {len(files)} sources{share}"
     scene = sheet("Step times: predicted against measured", subtitle, HEIGHT, "predicted against measured step times")
-    plot = Plot(scene, LEFT, TOP, WIDE, HEIGHT - TOP - 70, (low, low), (high, high), log=True)
-    for band, shade in zip(BANDS, SHADES, strict=True):
+    plot = Plot(scene, PLOT_LEFT, TOP, PLOT_WIDTH, HEIGHT - TOP - 70, (low, low), (high, high), log=True)
+    for band, shade in zip(ERROR_BANDS, BAND_SHADES, strict=True):
         scene.shapes.append(_band(plot, band, shade))
     plot.axis_x("measured, seconds per step", "{:g}".format)
     plot.axis_y("predicted, seconds per step", "{:g}".format)
@@ -97,9 +106,9 @@ def _band(plot: Plot, share: float, shade: str) -> Area:
 def _legend(scene: Scene, counts: dict[str, int], looks: dict[str, tuple[str, int]]) -> None:
     """Draw the legend right of the plot: the bands, the diagonal, then the sources with their numbers of runs. `looks`
     has the colour and the shape of a source's marks."""
-    x, y = LEFT + WIDE + 44, TOP + 10
+    x, y = PLOT_LEFT + PLOT_WIDTH + 44, TOP + 10
     width = WIDTH - MARGIN / 2 - x
-    for share, shade in zip(reversed(BANDS), reversed(SHADES), strict=True):
+    for share, shade in zip(reversed(ERROR_BANDS), reversed(BAND_SHADES), strict=True):
         scene.shapes += [
             Area(((x, y - 7), (x, y - 7), (x + 26, y - 7), (x + 26, y + 7), (x, y + 7)), shade, shade),
             TextMark(x + 36, y, f"within {share:.0%}", LABEL),
@@ -122,17 +131,17 @@ def _legend(scene: Scene, counts: dict[str, int], looks: dict[str, tuple[str, in
 # ---- result ---------------------------------------------------------------------------------------------------------
 
 
-_LINES = 5  # line numbers of refused rows that are listed for a reason
+_MAX_LINES = 5  # line numbers of refused rows that are listed per reason
 
 
 @dataclass(frozen=True)
 class AccuracyResult(Result):
     results: tuple[RowScore, ...]
     left_out: dict[str, float]  # by source: the mean error with constants that were fitted without it
-    shown: str  # the source whose rows are shown
+    shown_source: str  # the source whose rows are shown
     constants: Constants | None  # the fitted ones, if they were fitted
-    left_devices: dict[str, float] = field(default_factory=dict)  # by accelerator, likewise
-    own: bool = False  # the runs of a user's directory: the tables show which software was assumed
+    left_out_devices: dict[str, float] = field(default_factory=dict)  # by accelerator, likewise
+    own_runs: bool = False  # of a user's directory: the tables show which software was assumed
 
     @cached_property
     def scores(self) -> list[Score]:
@@ -152,7 +161,7 @@ class AccuracyResult(Result):
         """The mean for models with experts, over sources that have at least five such rows."""
         return self._mean_of("mape", experts=True)
 
-    def _mean_of(self, what: str, experts: bool) -> float | None:
+    def _mean_of(self, what: str, *, experts: bool) -> float | None:
         return _mean(
             [getattr(score, what) or 0.0 for score in self.scores if score.judged and score.experts is experts]
         )
@@ -165,7 +174,7 @@ class AccuracyResult(Result):
                 for score in self.scores
             },
             "mean_mape": self.mean_mape,
-            "left_out_by_accelerator": self.left_devices,
+            "left_out_by_accelerator": self.left_out_devices,
             "experts_mape": self.experts_mape,
             "sweeps": {
                 "count": len(self.sweeps),
@@ -185,31 +194,31 @@ class AccuracyResult(Result):
         if self.constants:
             rows = [
                 (fitted.where, fitted.name, f"{fitted.guess:.4g}", f"{self.constants.value(fitted):.4g}")
-                for fitted in FITTED
+                for fitted in FITTED_CONSTANTS
             ]
-            caption = "guess: what kernel benchmarks and papers report"
-            yield Table(["of", "constant", ">guess", ">fitted"], rows, title="Constants", caption=caption)
+            caption = "guess: from kernel benchmarks and papers"
+            yield Table(["device", "constant", ">guess", ">fitted"], rows, title="Constants", caption=caption)
         yield self._errors()
-        if self.left_devices:
-            devices = [(name, _percent(error)) for name, error in self.left_devices.items()]
-            caption = "the mean of its sources' errors, under constants that were fitted without all of its runs"
+        if self.left_out_devices:
+            devices = [(name, _percent(error)) for name, error in self.left_out_devices.items()]
+            caption = "mean error of its sources, with constants fitted without any of its runs"
             yield Table(
-                ["accelerator", ">left out"], devices, title="Accelerators that nobody has measured", caption=caption
+                ["accelerator", ">left out"], devices, title="Accelerators left out of the fit", caption=caption
             )
         yield from self._memory()
-        if self.own:
+        if self.own_runs:
             yield from self._software()
         yield Text("")
         yield from self._sentences()
-        if self.shown:
-            yield _rows([result for result in self.results if result.row.file == self.shown])
+        if self.shown_source:
+            yield _rows([result for result in self.results if result.row.file == self.shown_source])
         refused: dict[tuple[str, str], list[int]] = {}
         for result in self.results:
             if result.refused:
                 refused.setdefault((result.row.file, result.refused), []).append(result.row.line)
         for (source, reason), lines in refused.items():
-            more = " ..." if len(lines) > _LINES else ""
-            where = f" (line {', '.join(map(str, lines[:_LINES]))}{more})" if self.own else ""
+            more = " ..." if len(lines) > _MAX_LINES else ""
+            where = f" (line {', '.join(map(str, lines[:_MAX_LINES]))}{more})" if self.own_runs else ""
             yield Text(f"refused: {len(lines)} of {source}{where}: {reason}")
 
     def _errors(self) -> Table:
@@ -223,8 +232,8 @@ class AccuracyResult(Result):
             rows.append(cells + ([_percent(left.get(score.source))] if left else []))
         totals = []
         for experts, name in ((False, "mean of sources"), (True, "mean of sources, experts")):
-            if (error := self._mean_of("mape", experts)) is not None:
-                null = _percent(self._mean_of("null_mape", experts))
+            if (error := self._mean_of("mape", experts=experts)) is not None:
+                null = _percent(self._mean_of("null_mape", experts=experts))
                 without = None if experts else _mean([*left.values()])
                 totals.append([name, "", "", _percent(error), "", "", null, ""])
                 totals[-1] += [_percent(without)] if left else []
@@ -234,21 +243,21 @@ class AccuracyResult(Result):
             title="The planner against measured runs",
             caption="timed: rows with a measured time; error: mean absolute error of the step time; null model: the "
             "error of the best single hardware utilisation per source; models with experts have lines of their own, "
-            "which count from five rows on"
-            + ("; left out: the error under constants fitted without the source" if left else ""),
+            "which count if they have five rows or more"
+            + ("; left out: the error with constants fitted without the source" if left else ""),
             totals=totals,
         )
 
     @cached_property
     def software(self) -> list[tuple[str, str, bool, str]]:
-        """(source, software of its rows, whether that is a guess, its reason), without repeats."""
+        """(source, software of its rows, whether that is a guess, the reason), without repeats."""
         rows = ((result.row.file, source_of(result.row)) for result in self.results if result.run)
-        described = ((file, source.stack.name, source.assumed, source.why) for file, source in rows)
+        described = ((file, source.software.name, source.assumed, source.why) for file, source in rows)
         return list(dict.fromkeys(described))
 
     def _software(self) -> Iterator[Block]:
         rows = [(file, name, "assumed" if guess else "described", why) for file, name, guess, why in self.software]
-        caption = "a column `system`, or NAME.toml next to NAME.csv, describes the software of a run"
+        caption = "the column `system`, or NAME.toml next to NAME.csv, says which software a run used"
         yield Table(["source", "~software", "", "~by"], rows, title="The software of these runs", caption=caption)
 
     def _memory(self) -> Iterator[Table]:
@@ -264,9 +273,7 @@ class AccuracyResult(Result):
             if score.refused or score.memory_rows or score.oom_right is not None
         ]
         heads = ["source", ">refused", ">memory error (rows)", ">OOM right", ">precision", ">recall"]
-        caption = (
-            "refused: rows that cannot be predicted; OOM right: rows of which the planner says rightly whether they fit"
-        )
+        caption = "refused: rows that cannot be predicted; OOM right: rows whose fit is predicted correctly"
         if rows:
             yield Table(heads, rows, title="Memory, and runs that ran out of it (OOM)", caption=caption)
 
@@ -289,11 +296,11 @@ class AccuracyResult(Result):
 
 @dataclass(frozen=True)
 class SourceList(Result):
-    """What is assumed of each source where its rows do not say."""
+    """What is assumed about each source where its rows do not say."""
 
     def to_dict(self) -> list[dict[str, Any]]:
         return [
-            {"source": source.match or "any other", "software": source.stack.name}
+            {"source": source.match or "any other", "software": source.software.name}
             | {name: getattr(source, name) for name in ("zero", "sp", "recompute", "why")}
             for source in (*SOURCES, ANY)
         ]
@@ -301,7 +308,7 @@ class SourceList(Result):
     def blocks(self) -> Iterator[Block]:
         heads = ["~source", "~software", ">zero", "sp", "recompute", "~why"]
         rows = [list(map(str, row.values())) for row in self.to_dict()]
-        yield Table(heads, rows, title="What is assumed of each source where its rows do not say")
+        yield Table(heads, rows, title="What is assumed about each source where its rows do not say")
 
 
 def _rows(results: list[RowScore]) -> Table:
@@ -311,7 +318,7 @@ def _rows(results: list[RowScore]) -> Table:
     for result in results:
         line, run = str(result.row.line), result.run
         if run is None:
-            rows.append([line, result.row.text("model"), result.refused or "arithmetic of a paper"])
+            rows.append([line, result.row.text("model"), result.refused or "computed, not measured"])
             continue
         measured = f"{run.seconds:.4g} s" if run.seconds else ""
         if result.row.status == "oom":
@@ -330,7 +337,7 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _percent(value: float | None, signed: bool = False) -> str:
+def _percent(value: float | None, *, signed: bool = False) -> str:
     return "" if value is None else f"{100 * value:+.1f}%" if signed else f"{100 * value:.1f}%"
 
 
@@ -361,7 +368,7 @@ def planner_accuracy(
 
     `data` is that directory. `rows` names one source, whose rows are then shown; `leave_out` also predicts each source,
     and each accelerator, with constants that were fitted without it (minutes); `refit` fits the constants to the runs
-    and predicts with them. `progress` is told how much is done, of how much, and what is next.
+    and predicts with them. `progress` is called with the number of steps done, their total, and what is being done.
     """
     published = read_rows(Path(data) if data else DATA)
     files = list(dict.fromkeys(row.file for row in published))
@@ -369,41 +376,42 @@ def planner_accuracy(
         raise UserError(f"unknown source {rows!r}; there are {', '.join(files)}", "accuracy.source.unknown")
     if rows and not refit:
         published = [row for row in published if row.file == rows]
-    constants = fit(_runs(published), steps(progress, "fitting", STEPS)) if refit else None
-    left, devices = _left_out(published, progress) if leave_out else ({}, {})
-    results = evaluate(published, constants, tick=steps(progress, "predicting", len(published)))
-    return AccuracyResult(tuple(results), left, rows, constants, own=data is not None, left_devices=devices)
+    constants = fit(_fittable_runs(published), step_counter(progress, "fitting", FIT_STEPS)) if refit else None
+    left, devices = _errors_left_out(published, progress) if leave_out else ({}, {})
+    results = evaluate(published, constants, tick=step_counter(progress, "predicting", len(published)))
+    return AccuracyResult(tuple(results), left, rows, constants, own_runs=data is not None, left_out_devices=devices)
 
 
-def steps(progress: Progress, what: str, total: int) -> Callable[[], None]:
-    """A function that reports to `progress` how often it was called, of `total` calls."""
+def step_counter(progress: Progress, what: str, total: int) -> Callable[[], None]:
+    """A function that counts its calls and reports them to `progress` as steps of `total`."""
     done = iter(range(1, total + 1))
     return lambda: progress(next(done, total), total, what)
 
 
-def _runs(rows: list[PublishedRow]) -> list[MeasuredRun]:
-    """The runs to which constants are fitted: of dense models, as no constant is fitted to experts."""
+def _fittable_runs(rows: list[PublishedRow]) -> list[MeasuredRun]:
+    """The runs to which constants are fitted: those of dense models."""
     runs: list[MeasuredRun] = []
     for row in rows:
         if row.status == "ok" and not is_mixture(row):
-            with suppress(UserError, *NONSENSE):  # it cannot be predicted
+            with suppress(UserError, *CONTRADICTIONS):  # it cannot be predicted
                 runs.append(measured(row))
     return runs
 
 
-def _left_out(rows: list[PublishedRow], progress: Progress) -> tuple[dict[str, float], dict[str, float]]:
+def _errors_left_out(rows: list[PublishedRow], progress: Progress) -> tuple[dict[str, float], dict[str, float]]:
     """The mean error of each source, and of each accelerator, with constants that were fitted without it."""
-    runs = [run for run in _runs(rows) if run.seconds]
+    runs = [run for run in _fittable_runs(rows) if run.seconds]
     if len(set(map(by_source, runs))) < 2 and len(set(map(by_accelerator, runs))) < 2:
         names = ", ".join(sorted(set(map(by_source, runs)))) or "none"
         raise UserError(
-            f"--leave-out fits the constants without one source, and these runs have no second source or accelerator "
-            f"(sources: {names}); leave --leave-out out, or give more runs",
+            f"--leave-out fits the constants without one source, but these runs have no second source or accelerator "
+            f"(sources: {names}); remove --leave-out, or give more runs",
             "accuracy.source.single",
         )
-    fitted_to_all = FullFit.of(runs, steps(progress, "fitting", STEPS_WITHOUT))
+    fitted_to_all = FullFit.of(runs, step_counter(progress, "fitting", FIT_STEPS_WITHOUT))
     sources, devices = (
-        _mean_errors(unseen(runs, group, fitted_to_all=fitted_to_all), group) for group in (by_source, by_accelerator)
+        _mean_errors(predict_unseen(runs, group, fitted_to_all=fitted_to_all), group)
+        for group in (by_source, by_accelerator)
     )
     return sources, devices
 

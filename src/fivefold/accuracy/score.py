@@ -9,12 +9,18 @@ import numpy as np
 
 from fivefold.accuracy.cases import MeasuredRun, PublishedRow, measured
 from fivefold.accuracy.fit import Constants, predict
-from fivefold.accuracy.spelling import Refused, is_mixture, older
+from fivefold.accuracy.mixture_rows import is_mixture, superseded_rows
+from fivefold.accuracy.spelling import UnpredictableRow
 from fivefold.cost.model_state import paper
 from fivefold.cost.peak_memory import USABLE_FRACTION, footprint
 from fivefold.support.errors import UserError
 
-NONSENSE = (ArithmeticError, ValueError, IndexError, AssertionError)  # raised for numbers that contradict each other
+CONTRADICTIONS = (
+    ArithmeticError,
+    ValueError,
+    IndexError,
+    AssertionError,
+)  # of a row's numbers
 
 
 @dataclass(frozen=True)
@@ -68,22 +74,22 @@ class RowScore:
 def evaluate(
     rows: Iterable[PublishedRow],
     constants: Constants | None = None,
+    *,
     exact: bool = True,
     tick: Callable[[], None] = lambda: None,
 ) -> list[RowScore]:
-    """Predict every row; a row that is no measurement, or cannot be predicted, gets the reason. `tick` is called after
-    each."""
+    """Predict every row, or say why it cannot be predicted. `tick` is called after each."""
     results, rows = [], list(rows)
-    later = older(rows)
+    superseded = superseded_rows(rows)
     for row in rows:
         try:
-            if (row.file, row.line) in later:
-                raise Refused("an earlier release of a configuration that a later one ran, too")
-            results.append(_theory(row) if row.status == "theory" else _predicted(row, constants, exact))
+            if (row.file, row.line) in superseded:
+                raise UnpredictableRow("a later release ran the same configuration")
+            results.append(_theory(row) if row.status == "theory" else _predicted(row, constants, exact=exact))
         except UserError as error:
             results.append(RowScore(row, refused=str(error)))
-        except NONSENSE as error:
-            results.append(RowScore(row, refused=f"its numbers make no sense together ({error})"))
+        except CONTRADICTIONS as error:
+            results.append(RowScore(row, refused=f"its numbers contradict each other ({error})"))
         tick()
     return results
 
@@ -93,24 +99,26 @@ def _theory(row: PublishedRow) -> RowScore:
     count, ranks, published = row.number("params_b"), row.integer("dp"), row.number("peak_mem_gb")
     stage = row.integer("zero_stage")
     if not (count and ranks and published) or stage is None:
-        raise Refused("params_b, dp, zero_stage or peak_mem_gb is not published")
+        raise UnpredictableRow("params_b, dp, zero_stage or peak_mem_gb is not published")
     return RowScore(row, memory=paper(count * 1e9, stage, ranks).total, theory=published * 1e9)
 
 
-def _predicted(row: PublishedRow, constants: Constants | None, exact: bool) -> RowScore:
+def _predicted(row: PublishedRow, constants: Constants | None, *, exact: bool) -> RowScore:
     if row.status not in ("ok", "oom"):
-        raise Refused(f"status {row.status!r} is no measurement")
+        raise UnpredictableRow(f"status {row.status!r} is not a measurement")
     run = measured(row)
     if is_mixture(row):
         return RowScore(row, run, predict(run, constants, exact=exact) if run.seconds is not None else None)
     needs, memory = footprint(run.workload), run.workload.first_device.accelerator.memory
     fits, planned = needs.total <= memory, needs.total <= USABLE_FRACTION * memory
     seconds = predict(run, constants, exact=exact) if run.seconds is not None or row.status == "oom" else None
-    return RowScore(row, run, seconds, needs.reserved if run.source.reserved else needs.allocated, fits, planned)
+    return RowScore(
+        row, run, seconds, needs.reserved if run.source.publishes_reserved_memory else needs.allocated, fits, planned
+    )
 
 
-EXPERTS = ", experts"  # the end of a line's name if its models have experts
-FEW = 5  # rows: a line of models with experts that has fewer is shown, but is no part of a mean
+EXPERTS_SUFFIX = ", experts"  # of a line's name if its models have experts
+MIN_EXPERTS_ROWS = 5  # a line of models with experts that has fewer rows is shown, but not part of a mean
 
 
 @dataclass(frozen=True)
@@ -135,12 +143,12 @@ class Score:
 
     @property
     def experts(self) -> bool:
-        return self.source.endswith(EXPERTS)
+        return self.source.endswith(EXPERTS_SUFFIX)
 
     @property
     def judged(self) -> bool:
         """Whether it is part of a mean."""
-        return self.mape is not None and not (self.experts and self.timed < FEW)
+        return self.mape is not None and not (self.experts and self.timed < MIN_EXPERTS_ROWS)
 
     def to_dict(self) -> dict[str, Any]:
         worst = {"row": self.worst.row.where, "error": self.worst.error} if self.worst else None
@@ -178,7 +186,7 @@ def score(source: str, results: Sequence[RowScore]) -> Score:
 
 
 def scores(results: Sequence[RowScore]) -> list[Score]:
-    """A score for each source, which is a file; its models with experts have a line of their own."""
+    """A score for each source (a file); models with experts have a line of their own."""
     lines: dict[str, list[RowScore]] = {}
     for result in results:
         lines.setdefault(line_of(result.row), []).append(result)
@@ -187,12 +195,11 @@ def scores(results: Sequence[RowScore]) -> list[Score]:
 
 def line_of(row: PublishedRow) -> str:
     """The name of the line in the table to which a row belongs."""
-    return f"{row.file}{EXPERTS}" if is_mixture(row) else row.file
+    return f"{row.file}{EXPERTS_SUFFIX}" if is_mixture(row) else row.file
 
 
 def null_seconds(runs: Sequence[MeasuredRun]) -> list[float]:
-    """The step times by the null model, which knows the best single hardware utilisation of these runs, and nothing
-    else."""
+    """The step times by the null model, which knows only the best single hardware utilisation of these runs."""
     ideal = []  # seconds at the peak rate, with recomputation
     for workload in (run.workload for run in runs):
         recompute = 4 / 3 if workload.layout.recompute == "full" else 1.0
@@ -209,7 +216,7 @@ def null_error(runs: Sequence[MeasuredRun]) -> float:
     return fmean(abs(seconds / (run.seconds or 1.0) - 1) for seconds, run in zip(null_seconds(runs), runs, strict=True))
 
 
-ENOUGH = 3  # the fewest layouts of a sweep
+MIN_SWEEP_LAYOUTS = 3
 
 
 class SweepChoice(NamedTuple):
@@ -235,7 +242,7 @@ class SweepChoice(NamedTuple):
 
 
 def choices(results: Sequence[RowScore]) -> list[SweepChoice]:
-    """The planner's choice in each sweep, from all layouts that were tried, also those that failed."""
+    """The planner's choice in each sweep among all layouts that were tried, including those that failed."""
     # Rows of one source with the same work on the same machines, and the same software.
     columns = ("source", "model", "seq_len", "gpu", "gpus", "global_batch", "precision")
     sweeps: dict[tuple[str, ...], list[RowScore]] = {}
@@ -248,7 +255,7 @@ def choices(results: Sequence[RowScore]) -> list[SweepChoice]:
     for key, tried in sweeps.items():
         fitting = [result for result in tried if result.planned]
         timed = [result for result in tried if result.error is not None]
-        if len(tried) < ENOUGH or len(timed) < 2 or not fitting:
+        if len(tried) < MIN_SWEEP_LAYOUTS or len(timed) < 2 or not fitting:
             continue
         chosen = min(fitting, key=lambda result: result.seconds or 0.0)
         best = min(timed, key=lambda result: result.run.seconds if result.run and result.run.seconds else 0.0)

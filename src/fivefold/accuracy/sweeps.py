@@ -1,4 +1,4 @@
-"""Published sweeps of layouts: how close the planner's choices, and those of rules of thumb, come to the best layout.
+"""Published sweeps of layouts: how close the choices of the planner and of rules of thumb come to the best layout.
 
 sweeps().mean("planner"), sweeps().mean("least, tp")
 """
@@ -11,27 +11,27 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from fivefold.accuracy.cases import DATA, MeasuredRun, read_rows
-from fivefold.accuracy.fit import STEPS_WITHOUT, by_source, unseen
-from fivefold.accuracy.result import Progress, steps
+from fivefold.accuracy.fit import FIT_STEPS_WITHOUT, by_source, predict_unseen
+from fivefold.accuracy.mixture_rows import is_mixture
+from fivefold.accuracy.result import Progress, step_counter
 from fivefold.accuracy.score import SweepChoice, choices, evaluate
-from fivefold.accuracy.spelling import is_mixture
 from fivefold.layout.layout import Layout
 from fivefold.planner.closed_forms import RECOMPUTES
 from fivefold.render.blocks import Block, Result, Table, Text
 
-NOISE = 0.03  # a regret below it is within the noise of measured runs
+REGRET_NOISE = 0.03  # a smaller regret is within the noise of measured runs
 
 
 class Rule(NamedTuple):
-    """A rule of thumb that chooses among the layouts that ran. It knows which did; the planner does not."""
+    """A rule of thumb that chooses among the layouts that ran, which it knows and the planner does not."""
 
     name: str
     why: str
-    key: Callable[[MeasuredRun], tuple[int, ...]] | None  # it takes the least; None: the layout of median speed
+    key: Callable[[MeasuredRun], tuple[int, ...]] | None  # the layout with the smallest; None: that of median speed
 
 
 def _tie_break(run: MeasuredRun) -> tuple[int, ...]:
-    """What all rules prefer among layouts that are equal otherwise: no recomputation, and large microbatches."""
+    """Among layouts that are otherwise equal, all rules prefer no recomputation and large microbatches."""
     return RECOMPUTES.index(run.workload.layout.recompute), -run.workload.samples
 
 
@@ -40,21 +40,21 @@ def _tp_first(run: MeasuredRun) -> tuple[int, ...]:
     return int(layout.tp > node), -layout.tp, layout.pp, layout.cp, *_tie_break(run)
 
 
-def _least(run: MeasuredRun) -> tuple[int, ...]:
+def _model_parallel(run: MeasuredRun) -> tuple[int, ...]:
     layout: Layout = run.workload.layout
     return (layout.tp * layout.pp * layout.cp,)
 
 
 def _least_by_tp(run: MeasuredRun) -> tuple[int, ...]:
     layout, node = run.workload.layout, run.workload.cluster.groups[0].gpus
-    return *_least(run), int(layout.tp > node), -layout.tp, *_tie_break(run)
+    return *_model_parallel(run), int(layout.tp > node), -layout.tp, *_tie_break(run)
 
 
 def _least_by_pp(run: MeasuredRun) -> tuple[int, ...]:
-    return *_least(run), run.workload.layout.tp, *_tie_break(run)
+    return *_model_parallel(run), run.workload.layout.tp, *_tie_break(run)
 
 
-PLANNER, TOLD = "planner", "told"
+PLANNER, PLANNER_TOLD = "planner", "told"
 RULES = (
     Rule("tp first", "as much tp as a node has GPUs, then as little pp as fits", _tp_first),
     Rule("least, tp", "tp x pp as small as fits, tp rather than pp (arXiv 2104.04473, takeaways 1, 2)", _least_by_tp),
@@ -73,7 +73,8 @@ class SweepsResult(Result):
     def regrets(self) -> list[dict[str, float]]:
         """For each sweep the regret by choice; infinite if the chosen layout ran out of memory."""
         return [
-            {PLANNER: sweep.regret, TOLD: regret_if_told(sweep)} | {rule.name: regret_of(sweep, rule) for rule in RULES}
+            {PLANNER: sweep.regret, PLANNER_TOLD: regret_if_told(sweep)}
+            | {rule.name: regret_of(sweep, rule) for rule in RULES}
             for sweep in self.sweeps
         ]
 
@@ -103,7 +104,7 @@ class SweepsResult(Result):
 
     def blocks(self) -> Iterator[Block]:
         if not self.sweeps:
-            yield Text("no sweep: three rows or more with one model, batch and cluster, and several layouts")
+            yield Text("no sweep: a sweep is three or more rows with one model, batch and cluster, and several layouts")
             return
         yield from (self._each(), self._by_source(), self._rules())
         failed = sum(sweep.out_of_memory for sweep in self.sweeps)
@@ -136,14 +137,14 @@ class SweepsResult(Result):
 
     def _rules(self) -> Table:
         why = {PLANNER: "the shortest predicted step of the layouts that fit by prediction"}
-        why[TOLD] = "the shortest predicted step of the layouts that ran: told which did, as the rules are"
+        why[PLANNER_TOLD] = "the shortest predicted step of the layouts that ran, which it is told, as the rules are"
         why |= {rule.name: rule.why for rule in RULES}
         rows = []
         for name in self.regrets[0]:
             shares = (f"{value:.1%}" for value in _figures(self.of(name)).values())
             rows.append((name, *shares, why[name]))
-        heads = ["choice", ">median", ">mean", ">worst", f">within {NOISE:.0%}", "~what it takes"]
-        caption = "rules are told which layouts ran, and layouts that a rule cannot tell apart count with their mean"
+        heads = ["choice", ">median", ">mean", ">worst", f">within {REGRET_NOISE:.0%}", "~chooses"]
+        caption = "rules are told which layouts ran; layouts that a rule cannot tell apart count with their mean"
         return Table(heads, rows, title="Slower than the best measured layout", caption=caption)
 
 
@@ -153,16 +154,18 @@ def sweeps(
     leave_out: bool = False,
     progress: Progress = lambda done, total, what: None,
 ) -> SweepsResult:
-    """All sweeps in a directory of measured runs, by default in those of the package. With `leave_out`, the planner
+    """All sweeps in a directory of measured runs, by default those of the package. With `leave_out`, the planner
     chooses with constants that were fitted without the sweep's source."""
     rows = read_rows(Path(data) if data else DATA)
-    results = evaluate(rows, tick=steps(progress, "predicting", len(rows)))
+    results = evaluate(rows, tick=step_counter(progress, "predicting", len(rows)))
     if leave_out:
         runs = [
             result.run for result in results if result.run and result.error is not None and not is_mixture(result.row)
         ]
-        tick = steps(progress, "fitting without each source", STEPS_WITHOUT)
-        seconds_unseen = {(run.row.file, run.row.line): seconds for run, seconds in unseen(runs, by_source, tick)}
+        tick = step_counter(progress, "fitting without each source", FIT_STEPS_WITHOUT)
+        seconds_unseen = {
+            (run.row.file, run.row.line): seconds for run, seconds in predict_unseen(runs, by_source, tick)
+        }
         results = [
             replace(result, seconds=seconds_unseen.get((result.row.file, result.row.line), result.seconds))
             for result in results
@@ -171,7 +174,7 @@ def sweeps(
 
 
 def regret_of(sweep: SweepChoice, rule: Rule) -> float:
-    """How much longer a step takes than with the best layout if a rule chooses; layouts that are equal to the rule
+    """How much longer a step takes than with the best layout if a rule chooses. Layouts that the rule cannot tell apart
     count with their mean."""
     runs = [tried.run for tried in sweep.tried if tried.error is not None and tried.run]
     times = {run.row.line: run.seconds or 0.0 for run in runs}
@@ -199,7 +202,7 @@ def _means(name: str, regrets: list[dict[str, float]]) -> list[str]:
 
 
 def _figures(regrets: list[float]) -> dict[str, float]:
-    near = fmean(value <= NOISE for value in regrets)
+    near = fmean(value <= REGRET_NOISE for value in regrets)
     return {"median": median(regrets), "mean": fmean(regrets), "worst": max(regrets), "near": near}
 
 

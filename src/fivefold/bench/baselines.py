@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from fivefold.bench.comparison import BARE, PEERS, Comparison, ComparisonResult, layout_of
+from fivefold.bench.comparison import BARE_LOOP, PYTORCH_PEERS, Comparison, ComparisonResult, layout_of
 from fivefold.bench.harness import HUGGING_FACE, OURS
 from fivefold.bench.rank_timing import CPU, join_ranks, machine, take_turns
 from fivefold.data.batch import Batch
@@ -312,12 +312,12 @@ def build(job: Job, name: str, batch: Batch, rank: int) -> FivefoldSystem | Trai
     part = RankBatch.of(batch, layout, rank % layout.dp)
     makers: dict[str, Callable[[], FivefoldSystem | TrainingLoop]] = {
         OURS: lambda: FivefoldSystem(job, layout, batch),
-        BARE: lambda: TrainingLoop(decoder(job), part, job),
+        BARE_LOOP: lambda: TrainingLoop(decoder(job), part, job),
         HUGGING_FACE: lambda: HuggingFaceSystem(job, part),
-        PEERS["dp"]: lambda: DataParallel(job, part),
-        PEERS["zero"]: lambda: TorchFsdp(job, part),
-        PEERS["tp"]: lambda: TorchTensorParallel(job, part),
-        PEERS["pp"]: lambda: Pipelined(job, layout, batch),
+        PYTORCH_PEERS["dp"]: lambda: DataParallel(job, part),
+        PYTORCH_PEERS["zero"]: lambda: TorchFsdp(job, part),
+        PYTORCH_PEERS["tp"]: lambda: TorchTensorParallel(job, part),
+        PYTORCH_PEERS["pp"]: lambda: Pipelined(job, layout, batch),
     }
     return makers[name if name in makers else name.partition(" ")[0]]()
 

@@ -1,4 +1,4 @@
-"""`fivefold bench checkpoint`: the time that steps lose to a checkpoint, and the bandwidth of saving and loading.
+"""`fivefold bench checkpoint`: how much a checkpoint slows steps, and the bandwidth of saving and loading.
 
     measure(None, ["model=small"], rounds=5)
 
@@ -27,7 +27,7 @@ from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.support.text import bytes_text, plural, si
 
 _RANK = "fivefold.bench.checkpoint_rank"
-NAMES = {"ours": "ours: hashed, synced, atomic", "dcp": "DCP alone: synced", "torch": "torch.save: synced"}
+SHOWN_NAMES = {"ours": "ours: hashed, synced, atomic", "dcp": "DCP alone: synced", "torch": "torch.save: synced"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class CheckpointResult(Result):
     bytes: int
     usual: list[float]  # a step without a save
     snapshot: list[float]  # the call of `save`
-    lost: list[float]  # what the snapshot and the steps while it is written take longer
+    lost: list[float]  # extra time of the snapshot and of the steps while it is written
     save: RoundTimes
     load: RoundTimes
 
@@ -63,7 +63,10 @@ class CheckpointResult(Result):
             f"a step takes {step:.0f} ms; a save stops it for {snapshot:.0f} ms, and while it is written steps lose "
             f"{lost:.0f} ms in total ({lost / step:.2f} steps)"
         )
-        rows = [(words, *(bytes_text(figures[way][name]) for way in ("save", "load"))) for name, words in NAMES.items()]
+        rows = [
+            (words, *(bytes_text(figures[way][name]) for way in ("save", "load")))
+            for name, words in SHOWN_NAMES.items()
+        ]
         yield Table(["per second", ">save", ">load"], rows)
         yield from caveats([*self.save.values(), *self.load.values()], rounds, world=1, cores=1)
 
@@ -106,10 +109,10 @@ def _with_steps(job: Job, steps: int) -> Job:
 #     measure_recovery(None, ["model=small", "layout=dp=2,zero=1"], BenchOptions(5, ...), on_progress)
 #
 # Starts from memory and from disk take turns. Each start has new processes, so that both touch all pages for the first
-# time; files on disk are dropped from the page cache before. The cost of a snapshot is measured on the steps during it.
+# time; files on disk are evicted from the page cache first. The cost of a snapshot is measured on the steps during it.
 
 
-TIERS = ("memory", "disk")
+RECOVERY_TIERS = ("memory", "disk")
 _SNAPSHOT_EVERY = 10  # steps between snapshots, if the job takes none
 
 
@@ -121,7 +124,7 @@ class RecoveryResult(Result):
     bytes: int
     usual: list[float]  # a step
     blocked: list[float]  # the call that takes a snapshot
-    lost: list[float]  # what that call and the steps after it take longer
+    lost: list[float]  # extra time of that call and of the steps after it
     starting: RoundTimes
     load: RoundTimes
     publish: RoundTimes  # writing the model's weights from the masters that were loaded
@@ -139,10 +142,10 @@ class RecoveryResult(Result):
                 "publish": self.publish.median(tier),
                 "repeated": self.repeated(tier),
             }
-            for tier in TIERS
+            for tier in RECOVERY_TIERS
         }
         steps = {"step": median(self.usual), "blocked": median(self.blocked), "lost": median(self.lost)}
-        times = {"times": {tier: self.load[tier] for tier in TIERS}}
+        times = {"times": {tier: self.load[tier] for tier in RECOVERY_TIERS}}
         names = {"model": self.job.model.name, "layout": str(self.job.layout), "bytes": self.bytes}
         return {**names, **steps, **by_tier, "faster": ratio(self.load["disk"], self.load["memory"]), **times}
 
@@ -162,8 +165,8 @@ class RecoveryResult(Result):
             "publish": "the model's weights, of what was loaded",
             "repeated": f"steps done again: half of {config.memory_every}, and of {config.every}",
         }
-        rows = [(text, *(f"{figures[tier][key]:.3f}" for tier in TIERS)) for key, text in words.items()]
-        yield Table(["seconds", *(f">from {tier}" for tier in TIERS)], rows)
+        rows = [(text, *(f"{figures[tier][key]:.3f}" for tier in RECOVERY_TIERS)) for key, text in words.items()]
+        yield Table(["seconds", *(f">from {tier}" for tier in RECOVERY_TIERS)], rows)
         yield Text(
             f"the load from memory is {figures['faster']:.1f} times as fast: the median of each round's own ratio"
         )
@@ -173,7 +176,7 @@ class RecoveryResult(Result):
 def measure_recovery(
     path: str | None, changes: list[str], options: BenchOptions, on_progress: OnProgress
 ) -> RecoveryResult:
-    """Start the job's ranks on this machine again and again, with files in shared memory, too."""
+    """Restart the job's ranks on this machine repeatedly, with files on disk and in shared memory."""
     options.check()
     rounds, steps, directory, timeout = options
     job = read_job(path, changes)
@@ -189,10 +192,10 @@ def measure_recovery(
             size, usual, blocked, lost = processes.run(
                 world, f"{_RANK}:lose", job, scratch, memory, rounds, steps, timeout=timeout
             )[0]
-            starting, load, publish = (RoundTimes({tier: [] for tier in TIERS}) for _ in range(3))
-            for number, tier in turns(TIERS, rounds):
+            starting, load, publish = (RoundTimes({tier: [] for tier in RECOVERY_TIERS}) for _ in range(3))
+            for number, tier in turns(RECOVERY_TIERS, rounds):
                 on_progress(f"round {number + 1} of {rounds}: from {tier}")
-                _drop_from_page_cache(Path(scratch))
+                _evict_from_page_cache(Path(scratch))
                 arguments = (job, scratch, memory, tier, time.time())
                 by_rank = processes.run(world, f"{_RANK}:find", *arguments, timeout=timeout)  # (start, load, publish)
                 for times, seconds in zip((starting, load, publish), zip(*by_rank, strict=True), strict=True):
@@ -203,7 +206,7 @@ def measure_recovery(
     return RecoveryResult(job, size, usual, blocked, lost, starting, load, publish)
 
 
-def _drop_from_page_cache(directory: Path) -> None:
+def _evict_from_page_cache(directory: Path) -> None:
     os.sync()
     for file in directory.rglob("*"):
         if file.is_file():

@@ -58,8 +58,8 @@ class Steps:
         return time.perf_counter() - start
 
     def beside(self, save: Callable[[int], object], count: int) -> tuple[float, float, float]:
-        """Returns the seconds of a usual step, those of the call of `save`, and what the call and the `count` steps
-        after it take longer than so many usual steps."""
+        """Returns the seconds of a usual step, those of the call of `save`, and the extra seconds of the call and of
+        the `count` steps after it, compared with as many usual steps."""
         usual = median(self.take() for _ in range(count))
         start = time.perf_counter()
         save(self.trainer.done)
@@ -122,14 +122,14 @@ class CheckpointFiles:
 
     def save_dcp(self) -> None:
         """Each rank saves by itself, so that DCP exchanges no pickles between ranks."""
-        with quietly():
+        with without_dcp_warning():
             state_dict_saver.save(
                 dict(self.plain), storage_writer=FileSystemWriter(self.dcp, overwrite=True), no_dist=True
             )
 
     def load_dcp(self) -> None:
         """DCP unpickles: these are files that this process has just written, in a directory of its user alone."""
-        with quietly():
+        with without_dcp_warning():
             state_dict_loader.load(dict(self.plain), storage_reader=FileSystemReader(self.dcp), no_dist=True)
 
     def save_torch(self) -> None:
@@ -142,8 +142,8 @@ class CheckpointFiles:
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
-    """Without DCP's warning that there is no process group, as is intended here."""
+def without_dcp_warning() -> Iterator[None]:
+    """Suppress DCP's warning that there is no process group, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -161,7 +161,7 @@ def _with_memory(rank: Rank, job: Job, directory: str, memory: str) -> Checkpoin
 def lose(
     rank: Rank, job: Job, directory: str, memory: str, rounds: int, plain_steps: int
 ) -> tuple[int, list[float], list[float], list[float]]:
-    """Take steps and snapshots into memory, and save the last step on disk; then the ranks end, as if they were lost.
+    """Take steps and snapshots into memory, and save the last step on disk; then the ranks end as if lost.
     Returns the bytes of a checkpoint, and by round the numbers of `Steps.beside`."""
     checkpoints = _with_memory(rank, job, directory, memory)
     checkpoints.restore()

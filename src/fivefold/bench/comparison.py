@@ -15,7 +15,7 @@ from msgspec import structs
 
 from fivefold.bench.harness import (
     HUGGING_FACE,
-    ONE_ALONE,
+    ONE_RANK_SENTENCE,
     OURS,
     Machine,
     OnProgress,
@@ -42,16 +42,19 @@ from fivefold.support.ranges import MAX_RANKS, check_range, within
 from fivefold.support.text import plural
 
 # PyTorch's own implementation of each axis.
-PEERS = {"dp": "DDP", "zero": "FSDP2", "tp": "DTensor", "pp": "pipelining"}
-BARE = "bare loop"
+PYTORCH_PEERS = {"dp": "DDP", "zero": "FSDP2", "tp": "DTensor", "pp": "pipelining"}
+BARE_LOOP = "bare loop"
 COLUMNS = {
     "~system": "system", ">s/step": "seconds:.3f", ">slowest": "slowest:.3f", ">of single": "of_its_single:.3f",
     ">limit": "limit:.3f", ">of bare": "of_bare:.3f", ">loss": "loss:.4f",
 }  # fmt: skip
-_PATIENCE = 600.0  # seconds for a step of a system
-AGREE = (1e-5, 1e-3)  # relative tolerances: of the loss of the first step, and of the second, after one update
+_STEP_TIMEOUT_S = 600.0  # seconds for a step of a system
+LOSS_TOLERANCES = (
+    1e-5,
+    1e-3,
+)  # relative tolerances: of the loss of the first step, and of the second, after one update
 # The model of the comparisons on CPUs: 31.6M parameters.
-MODEL = (
+MODEL_CHANGES = (
     "model=tiny", "model.hidden=512", "model.layers=8", "model.heads=8", "model.kv_heads=4", "model.head_dim=64",
     "model.ffn=1376", "model.vocab=8192", "model.context=512", "model.tied=false", "data.seq=512", "train.batch=4",
 )  # fmt: skip
@@ -79,7 +82,7 @@ class Comparison:
             layout = layout_of(job, system)
             misfits = layout.problems(job.model, seq=job.data.seq, batch=job.train.batch)
             problems += [f"{system}: {problem}" for problem in misfits]
-            if system.startswith(PEERS["tp"]) and job.model.kv_heads % layout.tp:  # ours copies them
+            if system.startswith(PYTORCH_PEERS["tp"]) and job.model.kv_heads % layout.tp:  # Fivefold copies them
                 problems.append(
                     f"{system}: it splits whole heads, and model.kv_heads={job.model.kv_heads} is not a multiple of "
                     f"{layout.tp}; nearest: model.kv_heads={layout.tp * (job.model.kv_heads // layout.tp + 1)}"
@@ -103,30 +106,31 @@ class ComparisonResult(Result):
         return all(
             abs(loss - right) <= tolerance * abs(right)
             for losses in self.losses.values()
-            for loss, right, tolerance in zip(losses, expected, AGREE, strict=True)
+            for loss, right, tolerance in zip(losses, expected, LOSS_TOLERANCES, strict=True)
         )
 
+    @property
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each system: the seconds of its step, also as a fraction of its own step in one process and of the
-        bare loop's, and the smallest fraction that several ranks could reach."""
+        """A row for each system: the seconds of its step, their fraction of its own step in one process and of the bare
+        loop's, and the smallest fraction that several ranks could reach."""
         return [self._row(system) for system in self.seconds]
 
     def _row(self, system: str) -> dict[str, Any]:
         times, job = self.seconds, self.case.job
-        base = system if system == HUGGING_FACE else OURS if system.startswith(OURS) else BARE
+        base = system if system == HUGGING_FACE else OURS if system.startswith(OURS) else BARE_LOOP
         return {
             "system": system,
             "seconds": times.median(system),
             "fastest": min(times[system]),
             "slowest": max(times[system]),
             "of_its_single": times.ratio(system, base) if base in times else None,
-            "of_bare": times.ratio(system, BARE) if BARE in times else None,
+            "of_bare": times.ratio(system, BARE_LOOP) if BARE_LOOP in times else None,
             "losses": self.losses[system],
             "limit": limit(job, system) if layout_of(job, system).world > 1 else None,
         }
 
     def to_dict(self) -> dict[str, Any]:
-        return self.setup() | {"agree": self.ok, "seconds": self.seconds, "systems": self.rows()}
+        return self.setup() | {"agree": self.ok, "seconds": self.seconds, "systems": self.rows}
 
     def setup(self) -> dict[str, Any]:
         """What was measured, and on which machine."""
@@ -157,7 +161,7 @@ class ComparisonResult(Result):
 
     def blocks(self) -> Iterator[Block]:
         yield self.heading()
-        yield table([row | {"loss": row["losses"][0]} for row in self.rows()], COLUMNS)
+        yield table([row | {"loss": row["losses"][0]} for row in self.rows], COLUMNS)
         limit_text = "; limit: the same if communication took no time (simulated)" if self.case.world > 1 else ""
         yield Text(
             f"of single: as a fraction of its own step in one process (PyTorch's is the bare loop){limit_text}; of "
@@ -176,12 +180,12 @@ def verdict(*results: ComparisonResult) -> Iterator[Block]:
 
 
 def overhead(changes: list[str], rounds: int, on_progress: OnProgress) -> ComparisonResult:
-    case = Comparison("overhead", base_job(changes), (BARE, OURS, HUGGING_FACE), rounds)
+    case = Comparison("overhead", base_job(changes), (BARE_LOOP, OURS, HUGGING_FACE), rounds)
     return next(measure_all([case], on_progress))
 
 
 def peers(changes: list[str], ranks: int, rounds: int, only: str, on_progress: OnProgress) -> ComparisonResult:
-    check_range("--ranks", ranks, within(2, MAX_RANKS, ONE_ALONE))
+    check_range("--ranks", ranks, within(2, MAX_RANKS, ONE_RANK_SENTENCE))
     ours = {
         "dp": [f"dp={ranks}"],
         "tp": [f"tp={ranks}"],
@@ -189,11 +193,11 @@ def peers(changes: list[str], ranks: int, rounds: int, only: str, on_progress: O
         "cp": [f"cp={ranks}"],
         "zero": [f"dp={ranks},zero=3"],
     }
-    systems = [BARE, OURS]
+    systems = [BARE_LOOP, OURS]
     for axis in choices(only, "--only", list(ours)):
         systems += [f"{OURS} {layout}" for layout in ours[axis]]
-        if axis in PEERS:
-            systems.append(f"{PEERS[axis]} {ours[axis][0]}")
+        if axis in PYTORCH_PEERS:
+            systems.append(f"{PYTORCH_PEERS[axis]} {ours[axis][0]}")
     return next(measure_all([Comparison("peers", base_job(changes), tuple(systems), rounds)], on_progress))
 
 
@@ -208,7 +212,7 @@ def measure_all(cases: Sequence[Comparison], on_progress: OnProgress) -> Iterato
 
 
 def measure(case: Comparison) -> ComparisonResult:
-    timeout = _PATIENCE * (case.rounds + 2) * len(case.systems)
+    timeout = _STEP_TIMEOUT_S * (case.rounds + 2) * len(case.systems)
     result: ComparisonResult = processes.run(case.world, "fivefold.bench.baselines:run", case, timeout=timeout)[0]
     return result
 
@@ -222,7 +226,7 @@ def layout_of(job: Job, system: str) -> Layout:
     return structs.replace(layout, microbatches=max(1, job.layout.microbatches // layout.dp))
 
 
-def predicted(job: Job, text: str, core: Accelerator, imbalance: float = 1.0) -> float:
+def predict(job: Job, text: str, core: Accelerator, imbalance: float = 1.0) -> float:
     """The planner's seconds of a step; `text` is a layout, or `OURS` for one process."""
     layout = layout_of(job, text)
     cluster, software = Cluster((Group(1, layout.world, core),)), ON_CPUS.computing_in("fp32")
@@ -239,14 +243,14 @@ def limit(job: Job, system: str, cores: tuple[Accelerator, Accelerator] | None =
     alone, busy = cores or (find_accelerator("CPU"),) * 2
     no_time = Link(1e30, 0.0, "takes no time")
     busy = structs.replace(busy, inside=no_time, across=no_time)
-    return predicted(job, system, busy, imbalance) / predicted(job, OURS, alone)
+    return predict(job, system, busy, imbalance) / predict(job, OURS, alone)
 
 
 def base_job(changes: list[str], microbatches: int = 4) -> Job:
-    """The job of a comparison: a small model on CPUs, with changes that all systems can follow."""
+    """The job of a comparison: a small model on CPUs, with changes that all systems support."""
     # Without weight decay: systems differ in which parameters they exempt, and the speed does not depend on it.
     settings = [f"layout=microbatches={microbatches}", "train.compile=off", "optimizer.weight_decay=0"]
-    job = read_job(None, [*MODEL, *settings, *changes])
+    job = read_job(None, [*MODEL_CHANGES, *settings, *changes])
     train = job.train
     rules = [
         (train.dtype == "float32", f"train.dtype={train.dtype}: comparisons are in float32"),
@@ -275,7 +279,7 @@ def _hf_problems(model: ModelSpec) -> list[str]:
 
 
 def only_ours(job: Job) -> list[str]:
-    """Settings that Hugging Face's model in a plain loop would not follow."""
+    """Settings that Hugging Face's model in a plain loop ignores."""
     train, model = job.train, job.model
     losses = train.balance_loss == train.router_z_loss == 0
     balances = model.experts is not None and model.experts.balance_bias and train.balance_rate

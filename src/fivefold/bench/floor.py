@@ -27,9 +27,9 @@ from fivefold.spec.operations import Scores, block, head
 from fivefold.spec.pattern import Layer
 from fivefold.support.dtypes import DTYPE_BYTES
 
-_MASTER = 4  # bytes of a master, and of a moment
-_SETTLE = 0.05  # the shortest measurement, in seconds
-_VECTOR = 1 << 28  # elements
+_MASTER_BYTES = 4  # bytes of a master, and of a moment
+_MIN_MEASUREMENT_S = 0.05  # the shortest measurement, in seconds
+_VECTOR_ELEMENTS = 1 << 28  # elements
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ def memory(job: Job) -> dict[str, float]:
     """The fewest bytes that the parts bound by memory read and write in a step, by part."""
     model, tokens = job.model, job.train.batch * job.data.seq
     wide = DTYPE_BYTES[job.train.dtype]
-    gradient = wide if job.layout.microbatches == 1 else _MASTER  # several are added up in full precision
-    copy = wide if wide < _MASTER else 0  # the model's weight, where it is not its own master
-    state = 6 * _MASTER + gradient + copy  # the master and both moments are read and written
+    gradient = wide if job.layout.microbatches == 1 else _MASTER_BYTES  # several are added up in full precision
+    copy = wide if wide < _MASTER_BYTES else 0  # the model's weight, where it is not its own master
+    state = 6 * _MASTER_BYTES + gradient + copy  # the master and both moments are read and written
     blocks = sum(layers * _features(model, kinds) for kinds, layers in model.counted().items())
     return {
         "AdamW": model.parameter_count * state,
@@ -155,11 +155,11 @@ def _scores(scores: Scores, size: tuple[int, int], device: torch.device, dtype: 
 
 def bandwidth(device: torch.device) -> float:
     """Bytes per second of c = a + b over long vectors."""
-    count = _VECTOR if device.type == "cuda" else _VECTOR >> 6
+    count = _VECTOR_ELEMENTS if device.type == "cuda" else _VECTOR_ELEMENTS >> 6
     a, b, c = (torch.ones(count, device=device) for _ in range(3))
     return 3 * a.nbytes / _time(device, lambda: torch.add(a, b, out=c))
 
 
 def _time(device: torch.device, run: Callable[[], object]) -> float:
     """The mean seconds of a call, over many in a row."""
-    return Clock(device, _SETTLE).seconds(run)
+    return Clock(device, _MIN_MEASUREMENT_S).seconds(run)

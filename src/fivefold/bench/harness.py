@@ -1,4 +1,4 @@
-"""One harness for all benchmarks: systems take turns, so that noise of the machine affects all of them alike.
+"""One harness for all benchmarks: systems take turns, so that the machine's noise affects all of them alike.
 
     list(turns(("A", "B"), rounds=2))                          # [(0, "A"), (0, "B"), (1, "B"), (1, "A")]
     RoundTimes({"A": [1.0, 2.0], "B": [2.0, 4.0]}).ratio("A", "B")  # 0.5: the median of each round's own ratio
@@ -60,7 +60,7 @@ class RowsResult(Result):
     rows: list[dict[str, Any]]
     columns: Mapping[str, str]
     caption: str = ""
-    only_shown: Sequence[dict[str, Any]] = ()  # for each row the values that only the table has, not the JSON
+    only_shown: Sequence[dict[str, Any]] = ()  # for each row: values for the table but not the JSON
 
     def to_dict(self) -> list[dict[str, Any]]:
         return self.rows
@@ -82,7 +82,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], caption
 
 
 def caveats(times: Iterable[list[float]], rounds: int, world: int, cores: int) -> Iterator[Block]:
-    """How far to trust the figures of systems with these `times`."""
+    """How far to trust figures with these `times` of systems."""
     if rounds > 1:
         spread = max(max(seconds) / min(seconds) for seconds in times)
         yield Text(f"noise: the slowest round of a system takes up to {spread:.2f} times its fastest")
@@ -90,7 +90,7 @@ def caveats(times: Iterable[list[float]], rounds: int, world: int, cores: int) -
         yield Text(f"{world} ranks share {cores} cores: no speed-up beyond {cores} is possible here")
 
 
-ONE_ALONE = "one rank has nothing to compare with"
+ONE_RANK_SENTENCE = "one rank has nothing to compare with"
 
 
 def refuse(problems: Sequence[str]) -> None:

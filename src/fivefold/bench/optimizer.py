@@ -1,4 +1,4 @@
-"""`fivefold bench optimizer`: the seconds of an update alone, by optimizer, next to what it cannot be below.
+"""`fivefold bench optimizer`: the seconds of an update alone, by optimizer, next to a lower bound.
 
     measure(["small", "layout=dp=2,zero=1"], "adamw,muon,my_package.lion:Lion", rounds=9, on_progress=print).rows()
 
@@ -33,7 +33,7 @@ from fivefold.render.blocks import Block, Result, Text
 from fivefold.support.errors import UserError
 from fivefold.support.text import bytes_text, plural, si
 
-_PATIENCE = 24 * 3600.0  # seconds: the user ends a measurement that takes too long
+_TIMEOUT_S = 24 * 3600.0  # seconds: the user ends a measurement that takes too long
 COLUMNS = {
     "~optimizer": "optimizer", ">ms": "ms:.1f", ">from": "from:.1f", ">to": "to:.1f", ">times": "times:.2f",
     ">moved": "moved", ">GFLOP": "gflop", ">sent": "sent", ">bound, ms": "bound:.1f", ">of it": "share:.0%",
@@ -41,14 +41,14 @@ COLUMNS = {
 
 
 class Paces(NamedTuple):
-    """What every rank reaches while the others work as well: that of the slowest."""
+    """What every rank reaches while all work: the figures of the slowest."""
 
     bandwidth: float  # bytes/s of a stream
     rate: float  # FLOP/s of a large product in the dtype that the model computes in
 
 
 class UpdateCost(NamedTuple):
-    """What the rank with most of it has to do in an update."""
+    """The work of an update on the rank that has most of it."""
 
     moved: float  # bytes: masters and states are read and written, gradients read
     flops: float  # of rules that read whole matrices; those of single elements are not counted
@@ -136,7 +136,7 @@ class OptimizerBenchResult(Result):
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    """The columns of the table that are not those of the JSON."""
+    """Columns of the table that the JSON does not have."""
     milliseconds = {"ms": "seconds", "from": "fastest", "to": "slowest", "bound": "bound_seconds"}
     return {column: 1e3 * row[key] for column, key in milliseconds.items()} | {
         "times": row["of_first"],
@@ -148,7 +148,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def cost_of(job: Job) -> UpdateCost:
-    """By the planner's closed forms: of the pipeline rank, and of its ranks, that has most."""
+    """The work of the rank that has most, by the planner's closed forms."""
     layout = job.layout
     cluster = Cluster((Group(1, layout.world, find_accelerator("CPU")),))  # of which nothing is asked but ranks
     workload = workload_of(job, cluster)
@@ -165,8 +165,8 @@ def cost_of(job: Job) -> UpdateCost:
 
 
 def jobs_of(words: list[str], names: str) -> dict[str, Job]:
-    """The job with each of the optimizers, by name: the job's own settings of the one that it names, and the default
-    ones of the others."""
+    """The job with each of the optimizers, by name: with the job's settings for the one that it names, and defaults for
+    the others."""
     job = read(words)
     wanted = list(dict.fromkeys(word.strip() for word in names.split(",") if word.strip()))
     if not wanted:
@@ -185,7 +185,7 @@ def measure(words: list[str], names: str, rounds: int, on_progress: OnProgress) 
     jobs = jobs_of(words, names)
     world = next(iter(jobs.values())).layout.world
     on_progress(f"{', '.join(jobs)}: {plural(rounds, 'round')} in turns, {plural(world, 'rank')}")
-    ranks: list[Updates] = processes.run(world, "fivefold.bench.optimizer_rank:run", jobs, rounds, timeout=_PATIENCE)
+    ranks: list[Updates] = processes.run(world, "fivefold.bench.optimizer_rank:run", jobs, rounds, timeout=_TIMEOUT_S)
     return OptimizerBenchResult(jobs, rounds, slowest(ranks))
 
 

@@ -19,10 +19,10 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.optimizer import Optimizer
 from fivefold.trainer.engine import RankModel
 
-_WARM = 2  # rounds before the timed ones: kernels are chosen, ranks connect, memory is allocated
-_RATE = 1e-6  # of learning: masters stay what they are, nearly
-_SIZE = {"cpu": 1024, "cuda": 8192}  # of the product whose pace is taken
-_SETTLE = 0.05  # seconds that a pace is taken for
+_WARM_UP_ROUNDS = 2  # rounds before the timed ones: kernels are chosen, ranks connect, memory is allocated
+_LEARNING_RATE = 1e-6  # of learning: masters stay what they are, nearly
+_MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}  # of the product whose pace is taken
+_MIN_PACE_S = 0.05  # seconds that a pace is taken for
 
 
 def run(rank: Rank, jobs: dict[str, Job], rounds: int) -> Updates:
@@ -31,7 +31,7 @@ def run(rank: Rank, jobs: dict[str, Job], rounds: int) -> Updates:
     if rank.world > 1:
         rank.join(choose_backend(device, rank.world, job.train, rank.number))
     make_repeatable(job.train)
-    compute, clock = TORCH_DTYPES[job.train.dtype], Clock(device, _SETTLE)
+    compute, clock = TORCH_DTYPES[job.train.dtype], Clock(device, _MIN_PACE_S)
     whole = any(one.optimizer.unit == "matrix" for one in jobs.values())
     mesh = Mesh.of(job.layout, device, spec=job.model, whole_matrices=whole)
     weights = RankModel(job, mesh).weights
@@ -41,30 +41,30 @@ def run(rank: Rank, jobs: dict[str, Job], rounds: int) -> Updates:
     optimizers = {name: Optimizer(weights, job.model, one.optimizer, mesh, compute) for name, one in jobs.items()}
     norm = torch.zeros((), dtype=torch.float64, device=device)  # nothing is clipped, and clipping costs what it does
     times, paces = RoundTimes({name: [] for name in optimizers}), list[Paces]()
-    for number, name in turns([*optimizers, ""], _WARM + rounds):  # the paces have a turn, too
+    for number, name in turns([*optimizers, ""], _WARM_UP_ROUNDS + rounds):  # the paces have a turn, too
         if not name:
-            paces.append(_paces(clock, compute))
-        elif number < _WARM:
-            optimizers[name].update(_RATE, norm)
+            paces.append(_measure_paces(clock, compute))
+        elif number < _WARM_UP_ROUNDS:
+            optimizers[name].update(_LEARNING_RATE, norm)
         else:
-            times[name].append(_timed(optimizers[name], norm, clock))
+            times[name].append(_time_update(optimizers[name], norm, clock))
     on_gpu = device.type == "cuda"
     described = torch.cuda.get_device_name(device) if on_gpu else f"{CPU}, threads: {torch.get_num_threads()}"
     return Updates(times, Paces(*map(median, zip(*paces, strict=True))), machine(), described)
 
 
-def _timed(optimizer: Optimizer, norm: Tensor, clock: Clock) -> float:
+def _time_update(optimizer: Optimizer, norm: Tensor, clock: Clock) -> float:
     """Seconds of an update that all ranks begin together."""
     _meet()
     clock.synchronize()
     start = clock.now()
-    optimizer.update(_RATE, norm)
+    optimizer.update(_LEARNING_RATE, norm)
     return clock.between(start, clock.now())
 
 
-def _paces(clock: Clock, compute: torch.dtype) -> Paces:
+def _measure_paces(clock: Clock, compute: torch.dtype) -> Paces:
     """Of this rank, while the others do the same."""
-    size, device = _SIZE[clock.device.type], clock.device
+    size, device = _MATMUL_SIZE[clock.device.type], clock.device
     a, b, c = (torch.ones(size, size, dtype=compute, device=device) for _ in range(3))
     _meet()
     stream = bandwidth(device)

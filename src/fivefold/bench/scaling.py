@@ -12,10 +12,10 @@ from fivefold.bench.comparison import (
     layout_of,
     limit,
     measure_all,
-    predicted,
+    predict,
     verdict,
 )
-from fivefold.bench.harness import ONE_ALONE, OURS, OnProgress, choices, refuse, table, too_small
+from fivefold.bench.harness import ONE_RANK_SENTENCE, OURS, OnProgress, choices, refuse, table, too_small
 from fivefold.cost.kernels import Device
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.job.config import Job
@@ -25,9 +25,9 @@ from fivefold.support.errors import Note, UserError
 from fivefold.support.ranges import MAX_RANKS, check_range, within
 
 AXES = ("dp", "tp", "pp", "cp", "3d")
-EP = "ep"  # its model has experts, so it has a run of its own
+EXPERTS_AXIS = "ep"  # its model has experts, so it has a run of its own
 # The other axes' model with experts: the two that a token visits are as wide as its dense network.
-EXPERTS = ("model.experts.count=8", "model.experts.top_k=2", "model.experts.ffn=688")
+EXPERTS_CHANGES = ("model.experts.count=8", "model.experts.top_k=2", "model.experts.ffn=688")
 COLUMNS = {
     "~layout": "shown",  # without microbatches, which the number of stages decides
     ">ranks": "ranks", ">alone": "one_process_seconds:.3f", ">step": "seconds:.3f", ">speed-up": "speed_up:.2f",
@@ -53,6 +53,7 @@ class ScalingResult(Result):
     def ok(self) -> bool:  # type: ignore[override]
         return all(run.ok for run in self.runs)
 
+    @property
     def rows(self) -> list[dict[str, Any]]:
         runs = {system.removeprefix(f"{OURS} "): run for run in self.runs for system in run.case.systems[1:]}
         return [self._row(layout, runs[layout]) for layout in self.layouts if layout in runs]
@@ -61,8 +62,8 @@ class ScalingResult(Result):
         times, world, system, job = run.seconds, run.case.world, f"{OURS} {layout}", run.case.job
         of_one, imbalance = times.ratio(system, OURS), run.imbalance.get(system)
         cores = (self.cores[1], self.cores[world]) if self.cores else None
-        alone = predicted(job, OURS, cores[0]) if cores else None
-        seconds = predicted(job, layout, cores[1], imbalance or 1.0) if cores else None
+        alone = predict(job, OURS, cores[0]) if cores else None
+        seconds = predict(job, layout, cores[1], imbalance or 1.0) if cores else None
         return {
             "layout": layout,
             "ranks": world,
@@ -82,12 +83,12 @@ class ScalingResult(Result):
     def to_dict(self) -> dict[str, Any]:
         runs = [{"ranks": run.case.world, "agree": run.ok, "seconds": run.seconds} for run in self.runs]
         cores = {ranks: _core_figures(core, ranks) for ranks, core in sorted(self.cores.items())}
-        result = self.runs[0].setup() | {"layouts": self.rows(), "runs": runs}
+        result = self.runs[0].setup() | {"layouts": self.rows, "runs": runs}
         return result | ({"cores_by_ranks": cores} if self.cores else {})
 
     def blocks(self) -> Iterator[Block]:
         yield self.runs[0].heading()
-        rows = [row | {"shown": row["layout"].partition(",microbatches=")[0]} for row in self.rows()]
+        rows = [row | {"shown": row["layout"].partition(",microbatches=")[0]} for row in self.rows]
         for row in rows:
             if (seconds := row["predicted_seconds"]) is not None:
                 row["simulated"] = f"{seconds:.3f} {seconds / row['seconds'] - 1:+4.0%}"
@@ -134,34 +135,36 @@ def _core_figures(core: Accelerator, ranks: int) -> dict[str, float]:
 
 def scaling(
     changes: list[str],
+    on_progress: OnProgress,
+    *,
     ranks: int,
-    least: int,
+    min_ranks: int,
     rounds: int,
     batch: int | None,
     only: str,
     predict: bool,
-    on_progress: OnProgress,
 ) -> Iterator[ScalingResult]:
     """Yields a result after each number of ranks, with all comparisons so far."""
-    refuse(too_small(least=least))
-    check_range("--ranks", ranks, within(2, MAX_RANKS, ONE_ALONE))
-    if not any(least <= 2**power <= ranks for power in range(1, ranks.bit_length())):
+    refuse(too_small(**{"min-ranks": min_ranks}))
+    check_range("--ranks", ranks, within(2, MAX_RANKS, ONE_RANK_SENTENCE))
+    if not any(min_ranks <= 2**power <= ranks for power in range(1, ranks.bit_length())):
         raise UserError(
-            f"--least {least} --ranks {ranks}: no power of two is among them; nearest: --least 2", "option.range"
+            f"--min-ranks {min_ranks} --ranks {ranks}: no power of two lies between them; nearest: --min-ranks 2",
+            "option.range",
         )
     if batch is not None and (same := [change for change in changes if change.startswith("train.batch=")]):
         raise UserError(f"--batch {batch} and {same[0]} say the same thing twice; leave one out", "option.conflict")
     # Short sequences: one process takes seconds for a step of sixteen, and not minutes.
     sizes = [f"train.batch={16 if batch is None else batch}", "data.seq=128"]
-    wanted = choices(only, "--only", (*AXES, EP))
-    if EP in wanted and len(wanted) > 1:
-        rest = ",".join(axis for axis in wanted if axis != EP)
+    wanted = choices(only, "--only", (*AXES, EXPERTS_AXIS))
+    if EXPERTS_AXIS in wanted and len(wanted) > 1:
+        rest = ",".join(axis for axis in wanted if axis != EXPERTS_AXIS)
         raise UserError(
             f"--only {only}: ep has a model with experts, the others have none; nearest: --only {rest}",
             "option.conflict",
         )
-    job = base_job([*sizes, *(EXPERTS if EP in wanted else ()), *changes], microbatches=1)
-    chosen = layouts(job, ranks, only, least)
+    job = base_job([*sizes, *(EXPERTS_CHANGES if EXPERTS_AXIS in wanted else ()), *changes], microbatches=1)
+    chosen = layouts(job, ranks, only, min_ranks=min_ranks)
     by_world: dict[int, list[str]] = {}
     for text in chosen:
         by_world.setdefault(layout_of(job, text).world, []).append(f"{OURS} {text}")
@@ -181,15 +184,15 @@ def scaling(
         yield ScalingResult(chosen, tuple(runs), dict(cores))
 
 
-def layouts(job: Job, most: int, only: str, least: int = 2) -> list[str]:
+def layouts(job: Job, most: int, only: str, *, min_ranks: int = 2) -> list[str]:
     """Powers of two of each axis alone, then of three at once, as far as the model and the batch allow.
 
     A rank's share of the batch is one microbatch; where there are stages, each of its sequences is one.
     """
-    wanted = choices(only, "--only", (*AXES, EP))
-    sizes = [size for exponent in range(1, most.bit_length()) if least <= (size := 2**exponent) <= most]
+    wanted = choices(only, "--only", (*AXES, EXPERTS_AXIS))
+    sizes = [size for exponent in range(1, most.bit_length()) if min_ranks <= (size := 2**exponent) <= most]
     texts = [f"{axis}={size}" for axis in AXES[:-1] if axis in wanted for size in sizes]
-    if EP in wanted:  # also dp alone: each rank has all experts, so that gradients travel, and no tokens
+    if EXPERTS_AXIS in wanted:  # also dp alone: each rank has all experts, so that gradients travel, and no tokens
         suffixes = ("", ",ep={}", ",ep={},dispatch=allgather")
         texts += [f"dp={size}{suffix.format(size)}" for size in sizes for suffix in suffixes]
     if "3d" in wanted:
@@ -205,6 +208,6 @@ def layouts(job: Job, most: int, only: str, least: int = 2) -> list[str]:
         else:
             fitting.append(text)
     if not fitting:
-        ranks = f"{least} to {most}" if least > 2 else f"up to {most}"
+        ranks = f"{min_ranks} to {most}" if min_ranks > 2 else f"up to {most}"
         raise UserError(f"no layout of {', '.join(wanted)} with {ranks} ranks fits this model and batch", "search.none")
     return fitting

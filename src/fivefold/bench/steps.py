@@ -31,8 +31,8 @@ from fivefold.support.errors import UserError
 from fivefold.support.ranges import misfit, within
 from fivefold.support.text import bytes_text, did_you_mean
 
-WARM = 3  # steps before the timed ones, at least: in them kernels are chosen and memory is allocated
-WORDS = {"recompute": ("none", "selective", "full"), "compile": ("auto", "on", "off")}
+MIN_WARM_UP_STEPS = 3  # steps before the timed ones, at least: in them kernels are chosen and memory is allocated
+CHOICES_BY_KEY = {"recompute": ("none", "selective", "full"), "compile": ("auto", "on", "off")}
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -124,10 +124,10 @@ def cases(word: str) -> list[StepCase]:
         key, _, text = change.partition("=")
         if key not in known:
             problems.append(f"{word}: unknown key {key!r}; {did_you_mean(key, known)}")
-        elif key in WORDS:
+        elif key in CHOICES_BY_KEY:
             choices[key] = text.split("/")
-            wrong = [value for value in choices[key] if value not in WORDS[key]]
-            problems += [f"{word}: {key}={v!r} is not a choice; {did_you_mean(v, WORDS[key])}" for v in wrong]
+            wrong = [value for value in choices[key] if value not in CHOICES_BY_KEY[key]]
+            problems += [f"{word}: {key}={v!r} is not a choice; {did_you_mean(v, CHOICES_BY_KEY[key])}" for v in wrong]
         else:
             wrong = [value for value in text.split("/") if not (value.isdecimal() and 0 < int(value) < 1 << 31)]
             problems += [f"{word}: {key}={value!r} must be a whole number of at least 1" for value in wrong]
@@ -137,25 +137,34 @@ def cases(word: str) -> list[StepCase]:
 
 
 def measure(
-    words: list[str], steps: int, warm: float, name: str | None, device: str, dtype: str, on_progress: OnProgress
+    words: list[str],
+    steps: int,
+    on_progress: OnProgress,
+    *,
+    warm_up: float,
+    accelerator: str | None,
+    device: str,
+    dtype: str,
 ) -> Iterator[RowsResult]:
     """Time each case in a process of its own, so that no case starts with memory that another has allocated. Yields the
-    result so far after each of them. `name` is an accelerator's."""
-    problems = [*too_small(steps=steps), *filter(None, [misfit("--warm", warm, within(0, 3600))])]
+    result so far after each of them."""
+    problems = [*too_small(steps=steps), *filter(None, [misfit("--warm", warm_up, within(0, 3600))])]
     for option, value, known in (("dtype", dtype, ("auto", *DTYPES)), ("device", device, DEVICES)):
         if value not in known:
             problems.append(f"--{option} {value} is not a choice; known: {', '.join(known)}")
     refuse(problems)
     wanted = [case for word in words for case in cases(word)]
-    accelerator = Cluster.parse(name).groups[0].accelerator if name else None
+    planned_for = Cluster.parse(accelerator).groups[0].accelerator if accelerator else None
     timed: list[Timed] = []
     for number, case in enumerate(wanted, start=1):
         on_progress(f"{number}/{len(wanted)}: {case.model}, {case.layers} layers, {case.batch} x {case.seq}")
-        timed += processes.run(1, "fivefold.bench.train_rank:one_case", case, device, dtype, steps, warm, timeout=600)
-        if accelerator is None:
+        timed += processes.run(
+            1, "fivefold.bench.train_rank:one_case", case, device, dtype, steps, warm_up, timeout=600
+        )
+        if planned_for is None:
             with suppress(UserError):
-                accelerator = find_accelerator(timed[0].device)
-        yield result(timed, accelerator)
+                planned_for = find_accelerator(timed[0].device)
+        yield result(timed, planned_for)
 
 
 def predicted(case: StepCase, accelerator: Accelerator) -> float:

@@ -28,7 +28,7 @@ from fivefold.support.errors import UserError
 from fivefold.support.text import bytes_text, plural, si
 
 CPU = "CPU"
-_PATIENCE = 24 * 3600.0  # seconds: in practice no limit, the user ends a measurement that takes too long
+_TIMEOUT_S = 24 * 3600.0  # seconds: in practice no limit, the user ends a measurement that takes too long
 AGAINST = {
     "fp8": "fivefold, 8-bit products",
     "fp8_experts": "fivefold, 8-bit experts",
@@ -36,11 +36,11 @@ AGAINST = {
     "eager": "fivefold, eager",
     "hf": HUGGING_FACE,
 }
-TIMES = {
+TIME_COLUMNS = {
     "~system": "system", ">ms/step": "step:.1f", ">from": "from:.1f", ">to": "to:.1f", ">tokens/s": "rate:,.0f",
     ">MFU": "mfu:.1%", ">faster": "faster", ">memory": "memory",
 }  # fmt: skip
-STARTS = {
+START_COLUMNS = {
     "~system": "system", "~parameters": "parameters", "~compiled": "compiled",
     ">first step, s": "first:.1f", ">first loss": "loss:.4f",
 }  # fmt: skip
@@ -180,8 +180,8 @@ class TrainBenchResult(Result):
             f"{len(self.turns[OURS])}"
         )
         rows = [self._row(name) for name in self.turns]
-        yield table(rows, TIMES)
-        yield table(rows, STARTS, caption="first loss: from the same weights and with the same tokens")
+        yield table(rows, TIME_COLUMNS)
+        yield table(rows, START_COLUMNS, caption="first loss: from the same weights and with the same tokens")
         if self.floor:
             yield self._floor()
         for turn in self.turns[OURS]:
@@ -312,11 +312,11 @@ def measure(
         job, in_this_turn = jobs[name], extras if number == 0 and name == OURS else Extras()
         with _directory(Path(job.run.dir).expanduser()) as path:
             arguments = job, name == HUGGING_FACE, steps, in_this_turn, path
-            turns_by_system[name] += processes.run(1, "fivefold.bench.train_rank:run", *arguments, timeout=_PATIENCE)
+            turns_by_system[name] += processes.run(1, "fivefold.bench.train_rank:run", *arguments, timeout=_TIMEOUT_S)
     floor: list[FloorPart] = []
     if extras.floor:
         on_progress("each component alone, the lower bound of a step")
-        (floor,) = processes.run(1, "fivefold.bench.floor:run", jobs[OURS], timeout=_PATIENCE)
+        (floor,) = processes.run(1, "fivefold.bench.floor:run", jobs[OURS], timeout=_TIMEOUT_S)
     return TrainBenchResult(jobs[OURS], turns_by_system, extras, floor)
 
 

@@ -20,7 +20,7 @@ from msgspec import structs
 from torch.profiler import ProfilerActivity, profile
 
 from fivefold.bench.baselines import HuggingFaceSystem, RankBatch
-from fivefold.bench.steps import WARM, StepCase, Timed
+from fivefold.bench.steps import MIN_WARM_UP_STEPS, StepCase, Timed
 from fivefold.bench.train import CPU, Extras, Saved, TrainTurn
 from fivefold.checkpoint.store import Store
 from fivefold.data.batch import Batch, read_batch
@@ -39,11 +39,13 @@ from fivefold.trainer.loop import Stopped, Trainer
 from fivefold.trainer.records import METRICS_FILE, Evaluation, Listener, MetricsFile, Step
 from fivefold.verifier.cases import write_tokens
 
-_WARM = 5  # steps of a turn before the timed ones: kernels are compiled and chosen, memory is allocated, clocks settle
-_BATCHES = 4  # with different tokens
-_PROFILED = 2  # steps
+_WARM_UP_STEPS = (
+    5  # steps of a turn before the timed ones: kernels are compiled and chosen, memory is allocated, clocks settle
+)
+_BATCH_COUNT = 4  # with different tokens
+_PROFILED_STEPS = 2  # steps
 # The kind of a kernel: that of the first pattern that matches its name.
-KINDS = {
+KERNEL_KINDS = {
     "attention": r"sdpa|fmha|flash|attention|dot_do_o|dq_to|convert_dq",
     "products of experts": r"GroupProblemShape|grouped_gemm|GroupedGemm",
     "products": r"nvjet|gemm|cutlass|xmma|cublas|::(add)?mm\b|::bmm\b|scaled_mm",
@@ -64,10 +66,10 @@ def run(rank: Rank, job: Job, hugging_face: bool, steps: int, extras: Extras, pa
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     make_repeatable(job.train)
     if hugging_face:
-        watch = Watch(_WARM, steps)
-        _hugging_face(job, made_up(path, job), device, watch, _WARM + steps)
+        watch = Watch(_WARM_UP_STEPS, steps)
+        _hugging_face(job, write_random_tokens(path, job), device, watch, _WARM_UP_STEPS + steps)
         return watch.turn(device, _parameters(job, "no masters"))
-    return ours(job, device, Watch(_WARM, steps), path, extras)
+    return ours(job, device, Watch(_WARM_UP_STEPS, steps), path, extras)
 
 
 def one_case(rank: Rank, case: StepCase, wanted: str, dtype: str, steps: int, warm: float) -> Timed:
@@ -80,18 +82,18 @@ def one_case(rank: Rank, case: StepCase, wanted: str, dtype: str, steps: int, wa
     without_seconds = Timed(case, name, str(torch.__version__), dtype, steps)
     try:
         with tempfile.TemporaryDirectory(prefix="fivefold-") as path:
-            turn = ours(case.job(dtype), device, Watch(WARM, steps, warm), Path(path), Extras())
+            turn = ours(case.job(dtype), device, Watch(MIN_WARM_UP_STEPS, steps, warm), Path(path), Extras())
     except torch.OutOfMemoryError:
         return without_seconds
     middle, fastest, slowest = (round(statistic(turn.seconds), 6) for statistic in (median, min, max))
     return replace(without_seconds, seconds=middle, fastest=fastest, slowest=slowest, memory=turn.memory)
 
 
-def made_up(path: Path, job: Job) -> Splits:
+def write_random_tokens(path: Path, job: Job) -> Splits:
     """Random tokens, written below `path`, as the job's data."""
     tokens = path / "tokens"
     tokens.mkdir()
-    write_tokens(tokens, job.model.vocab, _BATCHES * job.train.batch * job.data.seq + 1)
+    write_tokens(tokens, job.model.vocab, _BATCH_COUNT * job.train.batch * job.data.seq + 1)
     return TokenStore.open(tokens).splits()
 
 
@@ -153,14 +155,14 @@ def ours(job: Job, device: torch.device, watch: Watch, path: Path, extras: Extra
     """Run the loop of `fivefold train`, with its metrics; on request with a checkpoint, and a profile at the end."""
     # More steps than it takes: the run is stopped from outside.
     job = structs.replace(job, train=structs.replace(job.train, steps=1_000_000))
-    trainer = Trainer(job, made_up(path, job), Mesh.of_job(job, device))
+    trainer = Trainer(job, write_random_tokens(path, job), Mesh.of_job(job, device))
     metrics = MetricsFile(path / METRICS_FILE)
     checkpointing = OneCheckpoint(path, trainer, watch) if extras.checkpoint else None
     _until(trainer, checkpointing.written if checkpointing else watch.done, [metrics, watch], checkpointing)
     saved = checkpointing.cost(watch.times[watch.last :]) if checkpointing else None
     kernels: list[dict[str, Any]] = []
     if extras.profile:
-        profiled = Profile(trainer.done + 1, _PROFILED, device)
+        profiled = Profile(trainer.done + 1, _PROFILED_STEPS, device)
         _until(trainer, profiled.done, [metrics, profiled])
         kernels = profiled.kernels
     return watch.turn(device, _parameters(job, "float32 masters"), saved=saved, kernels=kernels)
@@ -247,7 +249,7 @@ class Profile:
         for row in self.profiler.key_averages():
             time = row.self_device_time_total if self.on_gpu else row.self_cpu_time_total
             if time > 0:
-                kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, row.key)), "others")
+                kind = next((kind for kind, pattern in KERNEL_KINDS.items() if re.search(pattern, row.key)), "others")
                 numbers = {"seconds": time / 1e6 / self.steps, "calls": row.count / self.steps}
                 kernels.append({"name": row.key, "kind": kind} | numbers)
         return sorted(kernels, key=lambda kernel: -kernel["seconds"])

@@ -41,7 +41,7 @@ from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.launch.heartbeat import BEATS_ENV
 from fivefold.launch.host import keep_freed_memory
 from fivefold.launch.world import rank_here
-from fivefold.render.blocks import TEXTS
+from fivefold.render.blocks import TEXT_SUFFIXES
 from fivefold.support.errors import TRAIN_PACKAGES, Note, PeerLost, TrainingError, UserError, missing_package_sentence
 from fivefold.support.plugins import options, plugin_error, untrusted_in
 from fivefold.support.progress import is_shown
@@ -58,19 +58,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug shows Python's own traceback
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-command(app, "plan", plan.PLAN, plan.WRITES)(plan.plan)
-command(app, "serve", plan.SERVE, TEXTS)(plan.serve)
-command(app, "goodput", plan.GOODPUT, TEXTS)(plan.goodput)
+command(app, "plan", plan.PLAN, plan.OUTPUT_SUFFIXES)(plan.plan)
+command(app, "serve", plan.SERVE, TEXT_SUFFIXES)(plan.serve)
+command(app, "goodput", plan.GOODPUT, TEXT_SUFFIXES)(plan.goodput)
 app.add_typer(compare.app, name="compare", short_help=compare.SHORT)
 command(app, "draw", draw.DRAW)(draw.draw)
 command(app, "dryrun", verify.DRYRUN, DRAWABLE_SUFFIXES)(verify.dryrun)
 command(app, "verify", verify.VERIFY, DRAWABLE_SUFFIXES)(verify.verify)
 command(app, "train", train.TRAIN)(train.train)
-command(app, "generate", runs.GENERATE, TEXTS)(runs.generate)
+command(app, "generate", runs.GENERATE, TEXT_SUFFIXES)(runs.generate)
 command(app, "inspect", runs.INSPECT, DRAWABLE_SUFFIXES)(runs.inspect)
 command(app, "trace", runs.TRACE)(runs.trace)
 command(app, "launch", machines.LAUNCH)(machines.launch)
-command(app, "doctor", machines.DOCTOR, TEXTS)(machines.doctor)
+command(app, "doctor", machines.DOCTOR, TEXT_SUFFIXES)(machines.doctor)
 command(app, "calibrate", machines.CALIBRATE, (".toml",))(machines.calibrate)
 app.add_typer(data.app, name="data", short_help=data.SHORT)
 app.add_typer(checkpoint.app, name="checkpoint", short_help=checkpoint.SHORT)
@@ -95,16 +95,16 @@ def _root(
     pass
 
 
-def program(function: Callable[..., None], writes: tuple[str, ...] = TEXTS) -> typer.Typer:
+def program(function: Callable[..., None], output_suffixes: tuple[str, ...] = TEXT_SUFFIXES) -> typer.Typer:
     """A program with one command, for `main` to run."""
     single = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
-    command(single, function.__name__, "", writes)(function)
+    command(single, function.__name__, "", output_suffixes)(function)
     return single
 
 
 def main(other_app: typer.Typer | None = None) -> None:
-    """Run the command line, or the app of another program. Bad input ends with a sentence per problem and exit code 2,
-    a failed run with 1, and a run that has lost a peer with 3."""
+    """Run the command line, or another program's app. Bad input ends with a sentence per problem and exit code 2, a
+    failed run with 1, a run that lost a peer with 3."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     _print_notes(console)
     keep_freed_memory()
@@ -114,7 +114,7 @@ def main(other_app: typer.Typer | None = None) -> None:
     except UserError as error:
         _refuse(console, error)
     except ModuleNotFoundError as error:
-        _refuse(console, _missing(error))
+        _refuse(console, _missing_package(error))
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:  # a path of the command line; all others are bugs
             raise
@@ -133,8 +133,8 @@ def main(other_app: typer.Typer | None = None) -> None:
 
 
 def _refuse(console: Console, error: UserError) -> NoReturn:
-    """Print each problem, and with --json also an object of them and their codes where the result would stand."""
-    for problem in filter(_first_to_say, error.problems):
+    """Print each problem, and with --json also an object with them and their codes instead of the result."""
+    for problem in filter(_is_first_to_say, error.problems):
         console.print(_error(problem))
     if len(names := untrusted_in(error)) > 1:
         console.print(f"with all of them: {command_line()}{options(names)}")
@@ -143,8 +143,8 @@ def _refuse(console: Console, error: UserError) -> NoReturn:
     sys.exit(2)
 
 
-def _first_to_say(sentence: str) -> bool:
-    """Whether no other rank that the same launcher has started has said it: most have the same problems."""
+def _is_first_to_say(sentence: str) -> bool:
+    """Whether no other rank of the same launcher has printed it yet: most have the same problems."""
     if not (beats := os.environ.get(BEATS_ENV)):
         return True
     said = Path(beats).with_name(f"said-{crc32(sentence.encode())}")
@@ -157,9 +157,8 @@ def _first_to_say(sentence: str) -> bool:
     return True
 
 
-def _missing(error: ModuleNotFoundError) -> UserError:
-    """The sentence about a package of the extra `train` that is not installed. Any other failed import is a bug, and is
-    raised again."""
+def _missing_package(error: ModuleNotFoundError) -> UserError:
+    """The sentence about a missing package of the extra `train`. Any other failed import is a bug and raised again."""
     if error.name not in TRAIN_PACKAGES:
         raise error
     return UserError(missing_package_sentence(error.name), f"install.{error.name}")
@@ -170,9 +169,9 @@ def _error(sentence: str) -> Text:
 
 
 def _print_notes(console: Console) -> None:
-    """Have our own notes printed as one line; other warnings stay as Python shows them."""
+    """Print Fivefold's own notes as one line each; other warnings stay as Python shows them."""
     python_showwarning: Any = warnings.showwarning
-    # Of all ranks one prints: the process that has started them, or rank 0 if another launcher has.
+    # One of all ranks prints: the process that started them, or rank 0 under another launcher.
     prints = multiprocessing.parent_process() is None and rank_here() == 0
 
     def show(message: Any, *args: Any, **options: Any) -> None:

@@ -1,40 +1,29 @@
 """`fivefold bench`: benchmarks, each of which keeps the command that repeats it."""
 
-import csv as table
-import io
-import json
-import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from fivefold.cli.options import JobWords, Json, command, command_line, options_given, refuse, split
+from fivefold.cli.measuring import Changes, measure_and_show
+from fivefold.cli.options import JobWords, Json, command, options_given, refuse, split_job_and_changes
 from fivefold.cli.renamed import ExplainsUnknown
-from fivefold.render.blocks import Result, console_of, show
 from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import UserError
 
-if TYPE_CHECKING:
-    from fivefold.bench.harness import OnProgress
-
 SHORT = "Run benchmarks.  [dim]fivefold bench train llama3-8b[/]"
-WRITES = (".json", ".csv")
+OUTPUT_SUFFIXES = (".json", ".csv")
 app = typer.Typer(cls=ExplainsUnknown, no_args_is_help=True, rich_markup_mode="rich", help="Run benchmarks.")
 
-Changes = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...", help="Changes to the model and the batch, as for train.", show_default=False
-    ),
-]
-Rounds = Annotated[int, typer.Option(help="Timed steps of each system; medians are shown.")]
-Output = Annotated[
+JsonOrCsvOutput = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the figures: .json has all, .csv the rows of a table.")
 ]
-Figures = Annotated[Path | None, typer.Option("--output", "-o", help="Write the figures: .json.")]
+JsonOutput = Annotated[Path | None, typer.Option("--output", "-o", help="Write the figures: .json.")]
+# {parameter: option}
+_CASES_ONLY_OPTIONS = {name: f"--{name}" for name in ("warm", "accelerator", "device", "dtype")}
+_JOB_ONLY_OPTIONS = {name: f"--{name}" for name in ("against", "rounds", "checkpoint", "profile", "floor")}
+_SCALING_ONLY_OPTIONS = {"min_ranks": "--min-ranks", "batch": "--batch", "predict": "--predict"}
+_MULTI_RANK_OPTIONS = {"ranks": "--ranks", "only": "--only"}
 
 
 _Words = Annotated[
@@ -44,12 +33,12 @@ _Words = Annotated[
 _Against = Annotated[
     str,
     typer.Option(
-        help="Some of hf (Hugging Face transformers, compiled), fp8 (with 8-bit matmuls), fp8_experts (those of "
-        "experts), deterministic (the same bits every time), eager (not compiled), with commas."
+        help="Comma-separated: hf (Hugging Face transformers, compiled), fp8 (8-bit matmuls), fp8_experts (8-bit "
+        "expert matmuls only), deterministic (the same bits every time), eager (not compiled)."
     ),
 ]
 _Steps = Annotated[
-    int | None, typer.Option(help="Timed steps per turn (default: 10) or case (default: 7); medians are shown.")
+    int | None, typer.Option(help="Timed steps per turn (default: 10) or case (default: 7); shows medians.")
 ]
 _Checkpoint = Annotated[
     bool, typer.Option("--checkpoint", help="Also save a checkpoint while training, and report the slowdown.")
@@ -58,26 +47,26 @@ _Profile = Annotated[bool, typer.Option("--profile", help="Show where a step's t
 _Cases = Annotated[
     bool, typer.Option("--cases", help="Time cases on one device, each compared with the planner's estimate.")
 ]
-_Warm = Annotated[
-    float, typer.Option(help="With --cases: warm-up seconds before timing, so that power throttling has set in.")
+_WarmUp = Annotated[
+    float, typer.Option("--warm", help="With --cases: seconds to warm up, until power throttling has set in.")
 ]
 _Accelerator = Annotated[
     str | None,
-    typer.Option(help="With --cases: plan for this, a name or a file of fivefold calibrate; else the device's."),
+    typer.Option(help="With --cases: plan for this, a name or a file of fivefold calibrate; default: the device."),
 ]
 _Dtype = Annotated[
     str, typer.Option(help="With --cases: compute dtype, float32, bfloat16 or float64; auto: bfloat16 on a GPU.")
 ]
 
 
-@command(app, "train", "Step time, MFU and memory of a job.  [dim]fivefold bench train llama3-8b[/]", WRITES)
+@command(app, "train", "Step time, MFU and memory of a job.  [dim]fivefold bench train llama3-8b[/]", OUTPUT_SUFFIXES)
 def train(
     context: typer.Context,
     words: _Words,
     against: _Against = "none",
     steps: _Steps = None,
     rounds: Annotated[
-        int | None, typer.Option(help="Turns of each system; default: 2, or 1 if there is only one.")
+        int | None, typer.Option(help="Turns of each system; default: 2, or 1 for a single system.")
     ] = None,
     checkpoint: _Checkpoint = False,
     profile: _Profile = False,
@@ -85,26 +74,26 @@ def train(
         bool, typer.Option("--floor", help="Time each component alone: the lower bound of a step.")
     ] = False,
     cases: _Cases = False,
-    warm: _Warm = 2.0,
+    warm: _WarmUp = 2.0,
     accelerator: _Accelerator = None,
     device: Annotated[str, typer.Option(help="With --cases: auto, cpu or cuda.")] = "auto",
     dtype: _Dtype = "auto",
-    output: Output = None,
+    output: JsonOrCsvOutput = None,
     as_json: Json = False,
 ) -> None:
     """Time the trainer's own steps on this device: tokens/s, MFU, peak memory.
 
-    MFU counts attention full, and of experts those that a token visits.
+    MFU counts full (non-causal) attention and only the activated experts.
 
-    Tokens are random; everything else is `fivefold train`, with its data and metrics.
-    Systems take turns, each turn in a process of its own, from the same weights:
-    the table shows their first losses.
-    train.deterministic=false unless you ask for it.
+    Tokens are random; everything else runs as in `fivefold train`, including the
+    data loader and metrics. Systems take turns, each turn in a process of its own.
+    They start from the same weights, so their first losses, shown in the table,
+    should agree. Determinism is off unless the job sets train.deterministic=true.
 
-    With --cases, each word is a case: a model with KEY=VALUE changes after commas,
-    alternatives between slashes, of layers, seq, samples (of a microbatch),
-    microbatches, recompute and compile. Each is compared with the planner's estimate.
-    The table names cases that do not fit into memory.
+    With --cases, each word is a case: a model, then KEY=VALUE changes after commas.
+    KEY=A/B tries alternatives. Keys: layers, seq, samples (per microbatch),
+    microbatches, recompute, compile. Each case is compared with the planner's
+    estimate; the table names cases that do not fit into memory.
 
     [dim]Examples:[/]
 
@@ -126,69 +115,77 @@ def train(
     from fivefold.bench.train import Extras, measure
 
     if cases:
-        refuse(options_given(context, _OF_JOBS), "is of a job, and --cases times cases; leave one of them out")
-        arguments = (words, _or(steps, 7), warm, accelerator, device, dtype_of(dtype))
-        measure_and_show(lambda progress: measure_cases(*arguments, progress), as_json, output)
+        refuse(
+            options_given(context, _JOB_ONLY_OPTIONS),
+            "cannot be combined with --cases, which times cases and not a job",
+        )
+        timed, dtype = _default(steps, 7), dtype_of(dtype)
+        measure_and_show(
+            lambda progress: measure_cases(
+                words, timed, progress, warm_up=warm, accelerator=accelerator, device=device, dtype=dtype
+            ),
+            as_json=as_json,
+            output=output,
+        )
         return
-    refuse(options_given(context, _OF_CASES), "is of --cases; add it, or leave this out")
+    refuse(options_given(context, _CASES_ONLY_OPTIONS), "needs --cases")
     if output is not None and output.suffix == ".csv":
-        raise UserError(f"-o {output} is for the rows of --cases; the figures of a job are .json", "output.kind")
-    extras = Extras(checkpoint, profile, floor)
+        raise UserError(f"-o {output} needs --cases; the figures of a job are written as .json", "output.kind")
+    extras = Extras(checkpoint=checkpoint, profile=profile, floor=floor)
     measure_and_show(
-        lambda progress: [measure(words, against, _or(steps, 10), rounds, extras, progress)], as_json, output
+        lambda progress: [measure(words, against, _default(steps, 10), rounds, extras, progress)],
+        as_json=as_json,
+        output=output,
     )
 
 
 _Rounds = Annotated[
-    int | None, typer.Option(help="Timed steps of each system; default: 5, with --overhead 7, with --scaling 3.")
+    int | None, typer.Option(help="Timed steps of each system; default: 5 (7 with --overhead, 3 with --scaling).")
 ]
 _Only = Annotated[
     str | None,
-    typer.Option(help="Comma-separated subset of dp,tp,pp,cp,zero; with --scaling of dp,tp,pp,cp,3d, or ep (experts)."),
+    typer.Option(help="Comma-separated subset of dp,tp,pp,cp,zero; with --scaling: dp,tp,pp,cp,3d, or ep (experts)."),
 ]
 _Overhead = Annotated[
     bool, typer.Option("--overhead", help="Compare one process with a bare PyTorch loop and with Hugging Face.")
 ]
 _Batch = Annotated[
-    int | None, typer.Option(help="With --scaling: sequences per step; default: 16 for all.", show_default=False)
+    int | None, typer.Option(help="With --scaling: sequences per step; default: 16.", show_default=False)
 ]
 _Predict = Annotated[
-    bool, typer.Option("--predict", help="With --scaling: measure the cores, too, and show the prediction.")
+    bool, typer.Option("--predict", help="With --scaling: also calibrate the CPU cores and show the predicted time.")
 ]
 
 
-# {parameter: option}: the options that belong to --cases alone, and those that belong to a job alone.
-_OF_CASES = {name: f"--{name}" for name in ("warm", "accelerator", "device", "dtype")}
-_OF_JOBS = {name: f"--{name}" for name in ("against", "rounds", "checkpoint", "profile", "floor")}
-
-
-@command(app, "peers", "Against torch's own parallelisms.  [dim]fivefold bench peers --ranks 2[/]", WRITES)
+@command(app, "peers", "Against torch's own parallelisms.  [dim]fivefold bench peers --ranks 2[/]", OUTPUT_SUFFIXES)
 def peers(
     context: typer.Context,
     changes: Changes = None,
-    ranks: Annotated[int, typer.Option(help="Ranks of the multi-rank systems; with --scaling the maximum.")] = 2,
+    ranks: Annotated[int, typer.Option(help="Ranks of the multi-rank systems; with --scaling: the maximum.")] = 2,
     rounds: _Rounds = None,
     only: _Only = None,
     overhead: _Overhead = False,
     scaling: Annotated[bool, typer.Option("--scaling", help="Scale Fivefold alone from one rank to many.")] = False,
-    least: Annotated[int, typer.Option(help="With --scaling: the minimum of ranks.")] = 2,
+    min_ranks: Annotated[int, typer.Option(help="With --scaling: minimum number of ranks.")] = 2,
     batch: _Batch = None,
     predict: _Predict = False,
-    output: Output = None,
+    output: JsonOrCsvOutput = None,
     as_json: Json = False,
 ) -> None:
     """The same training step on CPU ranks: Fivefold, DDP, DTensor, FSDP2 and torch.distributed.pipelining, in turns.
 
     Every system is compared with its own step in one process, and its first loss
-    with the others'. One rank has one thread.
+    with the others'. Each rank has one thread.
 
     With --overhead, Fivefold in one process is compared with a bare PyTorch loop
-    around the same model, and with Hugging Face's. With --scaling, tp, dp, pp, cp and
-    3D layouts of the same batch go from one rank to many; a rank's share of the batch is one
-    microbatch, and stages take it a sequence at a time. --predict adds the simulator's
-    prediction, from what a core and its links reach while as many of them are at work.
-    Experts are shown as a fraction of one process, next to the limit without any
-    communication, and with the real load of the most loaded rank.
+    around the same model, and with Hugging Face's model.
+
+    With --scaling, tp, dp, pp, cp and 3D layouts of the same batch go from one rank
+    to many. A rank's share of the batch is one microbatch; pipeline stages process it
+    one sequence at a time. --predict adds the simulator's prediction, from what a core
+    and its links reach while as many of them are at work. Experts are shown as a
+    fraction of one process, next to the limit without any communication, with the real
+    load of the most loaded rank.
 
     [dim]Examples:[/]
 
@@ -205,40 +202,45 @@ def peers(
     from fivefold.bench import comparison
 
     if overhead and scaling:
-        raise UserError("--overhead is of one process, and --scaling of many; give one of them", "option.conflict")
+        raise UserError("--overhead uses one process and --scaling many; give one of them", "option.conflict")
     if not scaling:
-        of_scaling = {name: f"--{name}" for name in ("least", "batch", "predict")}
-        refuse(options_given(context, of_scaling), "is of --scaling; add it, or leave this out")
+        refuse(options_given(context, _SCALING_ONLY_OPTIONS), "needs --scaling")
     if overhead:
-        refuse(
-            options_given(context, {"ranks": "--ranks", "only": "--only"}), "is of several ranks, and --overhead of one"
-        )
+        refuse(options_given(context, _MULTI_RANK_OPTIONS), "cannot be combined with --overhead, which uses one rank")
         measure_and_show(
-            lambda progress: [comparison.overhead(changes or [], _or(rounds, 7), progress)], as_json, output
+            lambda progress: [comparison.overhead(changes or [], _default(rounds, 7), progress)],
+            as_json=as_json,
+            output=output,
         )
     elif scaling:
         from fivefold.bench.scaling import scaling as measure_scaling
 
-        axes = "dp,tp,pp,cp,3d" if only is None else only
         measure_and_show(
             lambda progress: measure_scaling(
-                changes or [], ranks, least, _or(rounds, 3), batch, axes, predict, progress
+                changes or [],
+                progress,
+                ranks=ranks,
+                min_ranks=min_ranks,
+                rounds=_default(rounds, 3),
+                batch=batch,
+                only="dp,tp,pp,cp,3d" if only is None else only,
+                predict=predict,
             ),
-            as_json,
-            output,
+            as_json=as_json,
+            output=output,
         )
     else:
         axes = "dp,tp,pp,cp,zero" if only is None else only
         measure_and_show(
-            lambda progress: [comparison.peers(changes or [], ranks, _or(rounds, 5), axes, progress)],
-            as_json,
-            output,
+            lambda progress: [comparison.peers(changes or [], ranks, _default(rounds, 5), axes, progress)],
+            as_json=as_json,
+            output=output,
         )
 
 
 _Optimizers = Annotated[
     str,
-    typer.Option(help="Comma-separated names, built-in or package.module:Name; all are compared with the first."),
+    typer.Option(help="Comma-separated, built-in or package.module:Name; all are compared with the first."),
 ]
 
 
@@ -248,8 +250,8 @@ def optimizer(
         list[str], typer.Argument(metavar="MODEL|JOB [KEY=VALUE]...", help="As for train, with any layout.")
     ],
     optimizers: _Optimizers = "adamw,muon",
-    rounds: Annotated[int, typer.Option(help="Timed updates of each optimizer; medians are shown.")] = 9,
-    output: Figures = None,
+    rounds: Annotated[int, typer.Option(help="Timed updates of each optimizer; shows medians.")] = 9,
+    output: JsonOutput = None,
     as_json: Json = False,
 ) -> None:
     """Time the optimizer's update alone: no forward or backward pass, no gradient norm, no gather of weights.
@@ -257,8 +259,8 @@ def optimizer(
     The layout's ranks run on this machine. The optimizers take turns on the same
     weights and random gradients, and a round takes as long as its slowest rank.
 
-    The table shows the bytes and FLOPs that the planner counts, and which share of the
-    measured time they would take at the bandwidth and FLOP/s measured on these ranks.
+    The table shows the bytes and FLOPs that the planner counts, and the share of the
+    measured time that they would take at the bandwidth and FLOP/s of these ranks.
     The job's optimizer uses the job's settings; the others use their defaults.
 
     [dim]Examples:[/]
@@ -271,20 +273,21 @@ def optimizer(
     """
     from fivefold.bench.optimizer import measure
 
-    measure_and_show(lambda progress: [measure(words, optimizers, rounds, progress)], as_json, output)
+    measure_and_show(lambda progress: [measure(words, optimizers, rounds, progress)], as_json=as_json, output=output)
 
 
 _Recovery = Annotated[
     bool, typer.Option("--recovery", help="Time how restarted ranks recover their state, instead of saves.")
 ]
 _CheckpointSteps = Annotated[
-    int | None, typer.Option(help="Steps before each save, and while it is written; default: 6, with --recovery 4.")
+    int | None, typer.Option(help="Steps before each save, and while it is written; default: 6 (4 with --recovery).")
 ]
 _Directory = Annotated[
     Path | None, typer.Option(help="Directory on the disk to measure; default: the system's temporary directory.")
 ]
 _Timeout = Annotated[
-    float | None, typer.Option(help="Seconds for the whole run, 1200; with --recovery for each start, 600.")
+    float | None,
+    typer.Option(help="Seconds for the whole run (default: 1200), or with --recovery for each start (600)."),
 ]
 
 
@@ -296,18 +299,18 @@ def checkpoint(
     steps: _CheckpointSteps = None,
     directory: _Directory = None,
     timeout: _Timeout = None,
-    output: Figures = None,
+    output: JsonOutput = None,
     as_json: Json = False,
 ) -> None:
-    """Time what steps lose to an asynchronous save, and how fast files are written and read.
+    """Time the slowdown of steps during an asynchronous save, and how fast files are written and read.
 
-    The job's ranks are started on this machine. Save and load of the same state
-    take turns with DCP alone and with plain torch.save. No file is left behind.
+    The job's ranks run on this machine. Save and load of the same state take turns
+    with DCP alone and with plain torch.save. No file is left behind.
 
-    With --recovery, ranks are restarted, and recover their state from memory, and from
-    disk. Each restart is of new processes. Before one from disk, its files are dropped from
-    the page cache. Loading ends when weights and moments are in place, hashed. How much
-    a snapshot slows the steps down is measured, too.
+    With --recovery, ranks are restarted and recover their state from memory or from
+    disk. Each restart starts new processes; before a restart from disk, its files are
+    evicted from the page cache. Loading ends when weights and moments are loaded and
+    hash-verified. The slowdown of steps by a snapshot is measured as well.
 
     [dim]Examples:[/]
 
@@ -321,64 +324,14 @@ def checkpoint(
     """
     from fivefold.bench.checkpoint import BenchOptions, measure, measure_recovery
 
-    function, default_steps, default_timeout = (measure_recovery, 4, 600.0) if recovery else (measure, 6, 1200.0)
-    limit = default_timeout if timeout is None else timeout
-    options = BenchOptions(rounds, _or(steps, default_steps), directory, limit)
-    measure_and_show(lambda progress: [function(*split(job), options, progress)], as_json, output)
+    default_steps, default_timeout = (4, 600.0) if recovery else (6, 1200.0)
+    options = BenchOptions(
+        rounds, _default(steps, default_steps), directory, default_timeout if timeout is None else timeout
+    )
+    path, changes = split_job_and_changes(job)
+    run = measure_recovery if recovery else measure
+    measure_and_show(lambda progress: [run(path, changes, options, progress)], as_json=as_json, output=output)
 
 
-def _or(value: int | None, default: int) -> int:
+def _default(value: int | None, default: int) -> int:
     return default if value is None else value
-
-
-def measure_and_show(
-    measure: "Callable[[OnProgress], Iterable[Result]]", as_json: bool, output: Path | None = None
-) -> None:
-    """Measure, and show the last result. Each result is written to `output`, so that nothing is lost if the user stops
-    the command.
-
-    The status line says what is measured now; each measurement leaves a line with its seconds.
-    """
-    console = console_of(stderr=True)
-    current: tuple[str, float] | None = None  # what is measured, and since when
-
-    def on_progress(what: str) -> None:
-        nonlocal current
-        if current:
-            last, start = current
-            console.print(f"{last}: {time.monotonic() - start:.0f} s", style="dim", markup=False)
-        current = what, time.monotonic()
-        status.update(what)
-
-    with console.status("") as status:
-        for result in measure(on_progress):
-            written = output is None or _write(result, output)
-        on_progress("")
-    show(result, as_json)
-    if not written:
-        raise typer.Exit(1)
-
-
-def _write(result: Result, output: Path) -> bool:
-    """Write the figures; returns False, after a sentence, if the file cannot be written."""
-    try:
-        if output.suffix == ".csv":
-            rows: Any = getattr(result, "rows", None)
-            output.write_text(_csv(command_line(), rows() if callable(rows) else rows))
-        else:
-            rows = result.to_dict()
-            figures = rows if isinstance(rows, dict) else {"rows": rows}
-            output.write_text(json.dumps({"command": command_line()} | figures, indent=1) + "\n")
-    except OSError as error:
-        Console(stderr=True, soft_wrap=True).print(f"--output {output} was not written: {error.strerror}", markup=False)
-        return False
-    return True
-
-
-def _csv(command: str, rows: list[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    text.write(f"# {command}\n")
-    writer = table.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

@@ -8,7 +8,7 @@ import typer
 from fivefold.cli import completion
 from fivefold.cli.options import Json, Output, Picture, command, counting_bar
 from fivefold.cli.renamed import ExplainsUnknown
-from fivefold.render.blocks import TEXTS, show
+from fivefold.render.blocks import TEXT_SUFFIXES, show
 from fivefold.support.errors import UserError
 from fivefold.support.text import either
 
@@ -19,7 +19,7 @@ app = typer.Typer(
 )
 
 
-@command(app, "models", "All built-in models, or one.  [dim]fivefold list models llama3-8b[/]", TEXTS)
+@command(app, "models", "All built-in models, or one.  [dim]fivefold list models llama3-8b[/]", TEXT_SUFFIXES)
 def models(
     name: Annotated[
         str | None,
@@ -53,14 +53,16 @@ def models(
     from fivefold.spec import presets
 
     if name is None:
-        show(presets.models(seq=seq), as_json, output)
+        show(presets.models(seq=seq), as_json=as_json, output=output)
         return
     from fivefold.planner.model_summary import model
 
-    show(model(name, seq=seq), as_json, output)
+    show(model(name, seq=seq), as_json=as_json, output=output)
 
 
-@command(app, "accelerators", "All built-in accelerators, or one.  [dim]fivefold list accelerators H100[/]", TEXTS)
+@command(
+    app, "accelerators", "All built-in accelerators, or one.  [dim]fivefold list accelerators H100[/]", TEXT_SUFFIXES
+)
 def accelerators(
     name: Annotated[
         str | None, typer.Argument(help="Show this one with all its figures.", autocompletion=completion.accelerators)
@@ -70,8 +72,8 @@ def accelerators(
 ) -> None:
     """List the built-in accelerators: memory, dense rates, links, and the source of every figure.
 
-    Another one needs no code: `fivefold calibrate -o mine.toml` measures the device
-    at hand, and `--cluster 2x8xmine.toml` plans for it.
+    Other accelerators need no code: `fivefold calibrate -o mine.toml` measures the
+    device at hand, and `--cluster 2x8xmine.toml` plans for it.
 
     [dim]Examples:[/]
 
@@ -83,7 +85,7 @@ def accelerators(
     """
     from fivefold.hardware import cluster
 
-    show(cluster.accelerators(name), as_json, output)
+    show(cluster.accelerators(name), as_json=as_json, output=output)
 
 
 _LeaveOut = Annotated[
@@ -97,7 +99,7 @@ _Coverage = Annotated[
     ),
 ]
 _Sweeps = Annotated[
-    bool, typer.Option("--sweeps", help="Show each sweep of layouts: the planner's choice, and rules of thumb.")
+    bool, typer.Option("--sweeps", help="Show each sweep of layouts: the planner's choice and rules of thumb.")
 ]
 _Write = Annotated[
     bool, typer.Option("--write", help="Save the fitted constants or coverage, so that `plan` uses them.")
@@ -107,7 +109,7 @@ _Write = Annotated[
 def accuracy(
     data: Annotated[Path | None, typer.Option(help="A directory of CSV files; default: those of the package.")] = None,
     rows: Annotated[str, typer.Option(help="Show one source row by row: llama3, torchtitan, ...")] = "",
-    sources: Annotated[bool, typer.Option("--sources", help="Show what is assumed of each source, and why.")] = False,
+    sources: Annotated[bool, typer.Option("--sources", help="Show the assumptions about each source.")] = False,
     leave_out: _LeaveOut = False,
     coverage: _Coverage = False,
     sweeps: _Sweeps = False,
@@ -120,9 +122,9 @@ def accuracy(
 
     Per source: rows with a time, the mean and median absolute error of the step
     time, the bias, and the error of a null model that knows one hardware
-    utilisation per source and nothing else; the error of memory; and how many of
-    the runs that ran out of memory the planner predicts. Then the sweeps: how much
-    slower the planner's choice is than the best layout that was measured.
+    utilisation per source and nothing else; the error of memory; and how many
+    out-of-memory failures the planner predicts. Then the sweeps: how much slower
+    the planner's choice is than the best measured layout.
 
     [dim]Examples:[/]
 
@@ -143,42 +145,45 @@ def accuracy(
     from fivefold.accuracy.result import SourceList, planner_accuracy
 
     if sources:
-        show(SourceList(), as_json, output)
+        show(SourceList(), as_json=as_json, output=output)
         return
     if write and not (fit or coverage):
-        raise UserError("--write saves what --fit or --coverage finds; add one of them", "option.conflict")
+        raise UserError("--write needs --fit or --coverage, whose results it saves", "option.conflict")
     if coverage or sweeps:
         others = {"--fit": fit, "--leave-out": leave_out, "--rows": rows}
-        others["-o"] = output if output and output.suffix.lower() not in TEXTS else None  # they have no picture
-        _coverage_or_sweeps(data, others, coverage, sweeps, write, output, as_json)
+        others["-o"] = output if output and output.suffix.lower() not in TEXT_SUFFIXES else None  # they have no picture
+        _show_coverage_or_sweeps(
+            data, others, coverage=coverage, sweeps=sweeps, write=write, output=output, as_json=as_json
+        )
         return
     with counting_bar() as progress:
         result = planner_accuracy(data, rows=rows, leave_out=leave_out, refit=fit, progress=progress)
     if write and result.constants:
         result.constants.write()
-    show(result, as_json, output)
+    show(result, as_json=as_json, output=output)
 
 
-def _coverage_or_sweeps(
+def _show_coverage_or_sweeps(
     data: Path | None,
     others: dict[str, object],
+    *,
     coverage: bool,
     sweeps: bool,
     write: bool,
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """--coverage or --sweeps, which have tables of their own; `others` are the values of the other options."""
+    """Show --coverage or --sweeps, which have their own tables; `others` are the values of the other options."""
     from fivefold.accuracy.coverage import coverage as measure_coverage
     from fivefold.accuracy.sweeps import sweeps as compare_sweeps
 
     name = "--coverage" if coverage else "--sweeps"
     leave_out = bool(others["--leave-out"]) and not coverage
-    # --leave-out goes with --sweeps alone.
+    # Only --sweeps can be combined with --leave-out.
     others |= {"--sweeps": coverage and sweeps, "--leave-out": others["--leave-out"] and coverage}
     if conflicting := [option for option, value in others.items() if value]:
         raise UserError(
-            f"{name} prints tables of its own, with all errors that it needs; leave {either(conflicting)} out",
+            f"{name} prints its own tables; remove {either(conflicting)}",
             "option.conflict",
         )
     with counting_bar() as progress:
@@ -186,7 +191,7 @@ def _coverage_or_sweeps(
             result = measure_coverage(data, progress=progress)
             if write:
                 result.write()
-            show(result, as_json, output)
+            show(result, as_json=as_json, output=output)
             return
         sweeps_result = compare_sweeps(data, leave_out=leave_out, progress=progress)
-    show(sweeps_result, as_json, output)
+    show(sweeps_result, as_json=as_json, output=output)

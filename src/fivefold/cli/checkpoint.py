@@ -8,7 +8,7 @@ import typer
 
 from fivefold.cli.options import Json, Output, bytes_bar, command
 from fivefold.cli.renamed import ExplainsUnknown
-from fivefold.render.blocks import TEXTS, show
+from fivefold.render.blocks import TEXT_SUFFIXES, show
 from fivefold.support.errors import UserError
 from fivefold.support.files import whole_or_nothing
 from fivefold.support.plugins import options
@@ -23,21 +23,21 @@ Run = Annotated[str, typer.Argument(help="A run's directory, or one of its check
 Step = Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")]
 
 
-@command(app, "ls", "List a run's checkpoints.  [dim]fivefold checkpoint ls runs/demo --verify[/]", TEXTS)
+@command(app, "ls", "List a run's checkpoints.  [dim]fivefold checkpoint ls runs/demo --verify[/]", TEXT_SUFFIXES)
 def ls(
     run: Run,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read every byte of the complete ones, and compare it with the manifest.")
+        bool, typer.Option("--verify", help="Hash every file of complete checkpoints and compare it with the manifest.")
     ] = False,
-    step: Annotated[int | None, typer.Option(help="With --verify: this one alone.")] = None,
+    step: Annotated[int | None, typer.Option(help="With --verify: only this one.")] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """List a run's checkpoints: step, layout, size, and whether they are complete.
 
-    Files are looked at, not read. With --verify, every file of every complete
-    checkpoint is hashed and compared with the manifest; exit code 1 where something
-    is damaged. Nothing is changed. `fivefold inspect` shows what one holds.
+    Files are listed, not read. With --verify, every file of every complete
+    checkpoint is hashed and compared with the manifest; exit code 1 if one is
+    damaged. Nothing is changed. `fivefold inspect` shows a checkpoint's contents.
 
     [dim]Examples:[/]
 
@@ -54,14 +54,14 @@ def ls(
     if not verify:
         if step is not None:
             raise UserError(
-                f"--step {step} is for --verify; `fivefold inspect {run} --step {step}` shows one of them",
+                f"--step {step} needs --verify; `fivefold inspect {run} --step {step}` shows one checkpoint",
                 "option.conflict",
             )
-        show(list_checkpoints(run), as_json, output)
+        show(list_checkpoints(run), as_json=as_json, output=output)
         return
     with bytes_bar("reading") as progress:
         result = verify_checkpoints(run, step, progress)
-    show(result, as_json, output)
+    show(result, as_json=as_json, output=output)
 
 
 @command(app, "reshard", "Rewrite one.  [dim]fivefold checkpoint reshard runs/demo --layout tp=8 -o big[/]")
@@ -72,11 +72,10 @@ def reshard(
     step: Step = None,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint again, in the pieces of another layout.
+    """Rewrite a checkpoint with one file for each rank of another layout.
 
-    No layout needs this: any reads any. It makes one file for each rank, with
-    what that rank holds. One process does it, with no more than one rank's
-    share in memory.
+    No layout needs this, as any layout reads any checkpoint. One process does it,
+    with at most one rank's share in memory.
 
     [dim]Examples:[/]
 
@@ -109,9 +108,9 @@ def reshard(
         if isinstance(target, Path):
             (target / "job.toml").write_text(to_toml(job))
             copy_extras(run_of(checkpoint), target)
-    words = f"JOB checkpoint.url={target.parent} run.name={target.name}"
+    arguments = f"JOB checkpoint.url={target.parent} run.name={target.name}"
     if isinstance(target, Path):
-        words = f"{target / 'job.toml'}{options(job.plugins)}"
-    resume = f"fivefold train {words} --nproc {wanted.world}"
+        arguments = f"{target / 'job.toml'}{options(job.plugins)}"
+    resume = f"fivefold train {arguments} --nproc {wanted.world}"
     figures = {"checkpoint": str(path), "resume": resume}
     typer.echo(json.dumps(figures) if as_json else f"{path}; resume with: {resume}")

@@ -1,19 +1,16 @@
-"""`fivefold compare`: tables of ZeRO stages, kinds of context parallelism, and schedules, also on mixed clusters."""
+"""`fivefold compare`: ZeRO stages, kinds of context parallelism, and schedules, also on heterogeneous clusters."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from fivefold.cli.completion import models
 from fivefold.cli.draw import Chunks, Group, Memory, Overlap, Sends, Slow, TimesText
-from fivefold.cli.options import Batch, Json, ModelWords, Output, Seq, Software, command
+from fivefold.cli.options import Batch, Json, ModelWords, Output, Seq, Software, command, options_given, refuse
 from fivefold.cli.renamed import ExplainsUnknown
-from fivefold.render.blocks import TEXTS, show
+from fivefold.render.blocks import TEXT_SUFFIXES, show
 from fivefold.support.errors import UserError
 from fivefold.support.text import whole_number
-
-if TYPE_CHECKING:
-    from fivefold.planner.cp_by_length import LengthsResult
 
 SHORT = "Compare ZeRO stages, kinds of cp, schedules.  [dim]fivefold compare schedules --pp 8 --microbatches 32[/]"
 app = typer.Typer(
@@ -21,7 +18,7 @@ app = typer.Typer(
 )
 
 
-@command(app, "zero", "Bytes by ZeRO stage.  [dim]fivefold compare zero 7.5e9 --ranks 64[/]", TEXTS)
+@command(app, "zero", "Memory by ZeRO stage.  [dim]fivefold compare zero 7.5e9 --ranks 64[/]", TEXT_SUFFIXES)
 def zero(
     model: Annotated[
         str, typer.Argument(help="A model's name, or a number of parameters: 7.5e9.", autocompletion=models)
@@ -30,10 +27,10 @@ def zero(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Bytes of a rank between steps, by ZeRO stage.
+    """Model-state bytes per rank between steps, by ZeRO stage.
 
-    The paper (arXiv 1910.02054) keeps gradients in two bytes; this code adds them
-    up in float32, so that the paper's figures are too low for it.
+    The paper (arXiv 1910.02054) assumes 2-byte gradients; Fivefold accumulates them
+    in float32, so its memory is higher.
 
     [dim]Examples:[/]
 
@@ -41,9 +38,9 @@ def zero(
 
       fivefold compare zero llama3-8b --ranks 8
     """
-    from fivefold.planner.textbook_formulas import zero
+    from fivefold.planner import textbook_formulas as textbook
 
-    show(zero(model, ranks), as_json, output)
+    show(textbook.zero(model, ranks), as_json=as_json, output=output)
 
 
 _Model = Annotated[
@@ -58,13 +55,19 @@ _Cluster = Annotated[
     typer.Option(help="Nodes x GPUs per node x accelerator; default: 16x8xH100, or 8x8xH100 with --lengths."),
 ]
 _Lengths = Annotated[
-    str, typer.Option(help="Plan whole steps with every cp, for sequences of these tokens: 8192,131072,1048576.")
+    str,
+    typer.Option(help="Plan whole steps for every cp degree, for these sequence lengths: 8192,131072,1048576."),
 ]
+_SINGLE_LAYER_OPTIONS = {  # {parameter: option}
+    "seq": "--seq", "ranks": "--cp", "tp": "--tp", "heads": "--heads", "kv_heads": "--kv-heads",
+    "head_dim": "--head-dim",
+}  # fmt: skip
 _Kernels = Annotated[str, typer.Option(help="With --lengths: attention kernels to compare: flash2,flash3,peak.")]
 
 
-@command(app, "cp", "Ring, all-gather and Ulysses.  [dim]fivefold compare cp --seq 131072 --cp 16[/]", TEXTS)
+@command(app, "cp", "Ring, all-gather and Ulysses.  [dim]fivefold compare cp --seq 131072 --cp 16[/]", TEXT_SUFFIXES)
 def cp(
+    context: typer.Context,
     seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
     ranks: Annotated[int | None, typer.Option("--cp", help="Ranks that share a sequence.")] = None,
     model: _Model = None,
@@ -79,12 +82,12 @@ def cp(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Compare the ways to divide a sequence over cp ranks, for one layer and one sequence.
+    """Compare the ways to split a sequence over cp ranks, for one layer and one sequence.
 
-    The first table compares how tokens are divided (contiguous, zigzag, striped), the
-    second how keys and values are exchanged (ring, all-gather, Ulysses). The bytes are
-    counted in the code that runs; seconds and crossovers come from the planner's model of
-    kernels and links. Ring and all-gather merge partial results, which needs the
+    The first table compares how tokens are split (contiguous, zigzag, striped), the
+    second how keys and values are exchanged (ring, all-gather, Ulysses). Bytes come from
+    the collectives Fivefold executes; seconds and crossovers come from the planner's
+    model of kernels and links. Ring and all-gather merge partial results, which needs the
     log-sum-exp; torch's fastest kernel does not return it, so they use a slower one.
 
     [dim]Examples:[/]
@@ -97,78 +100,83 @@ def cp(
 
       fivefold compare cp --seq 1048576 --cp 8 --heads 32 --kv-heads 32 --head-dim 64 --tp 1 --json
 
-    With --lengths, whole steps: how much is lost with each cp, by the length of a
-    sequence, each number the fastest of all layouts with that cp.
+    With --lengths, whole steps: the time lost with each cp degree, by sequence length,
+    each with the fastest of all layouts of that degree.
 
       fivefold compare cp --lengths 8192,131072,1048576 --model llama3-8b --cluster 8x8xH100
 
       fivefold compare cp --lengths 131072 --kernels flash2,flash3,peak
     """
     from fivefold.planner.compare_cp import compare_cp
+    from fivefold.planner.cp_by_length import cp_by_length
 
     if lengths:
-        of_one_layer = {"--seq": seq, "--cp": ranks, "--tp": tp, "--heads": heads, "--kv-heads": kv_heads}
-        of_one_layer["--head-dim"] = head_dim
-        if given := [option for option, value in of_one_layer.items() if value is not None]:
-            raise UserError(
-                f"{', '.join(given)}: one layer's, and --lengths plans whole steps; leave one of them out",
-                "option.conflict",
-            )
-        show(_whole_steps(lengths, model or "llama3-8b", cluster or "8x8xH100", kernels, software), as_json, output)
+        given = options_given(context, _SINGLE_LAYER_OPTIONS)
+        describe, them = ("describes", "it") if len(given) == 1 else ("describe", "them")
+        refuse(given, f"{describe} one layer, but --lengths plans whole steps; remove {them}")
+        names = [name for word in kernels.split(",") if (name := word.strip())]
+        by_length = cp_by_length(
+            _whole_numbers(lengths), model or "llama3-8b", cluster or "8x8xH100", kernels=names, software=software
+        )
+        show(by_length, as_json=as_json, output=output)
         return
     if seq is None or ranks is None:
         raise UserError(
             "--seq and --cp say which layer to compare, as in --seq 131072 --cp 16; or give --lengths", "option.missing"
         )
     if kernels:
-        raise UserError(f"--kernels {kernels} belongs to --lengths; give both", "option.conflict")
+        raise UserError("--kernels needs --lengths", "option.conflict")
     result = compare_cp(
         seq, ranks, model=model, heads=heads, kv_heads=kv_heads, head_dim=head_dim, tp=tp,
         cluster=cluster or "16x8xH100", software=software,
     )  # fmt: skip
-    show(result, as_json, output)
+    show(result, as_json=as_json, output=output)
 
 
-def _whole_steps(lengths: str, model: str, cluster: str, kernels: str, software: str) -> "LengthsResult":
-    """The result of --lengths."""
-    from fivefold.planner.cp_by_length import cp_by_length
+def _whole_numbers(lengths: str) -> list[int]:
+    """The numbers of --lengths."""
+    numbers = []
+    for word in lengths.split(","):
+        if (number := whole_number(word)) is None:
+            raise UserError(
+                f"--lengths {lengths}: {word!r} is not a whole number; write for example 8192,131072", "option.numbers"
+            )
+        numbers.append(number)
+    return numbers
 
-    numbers = [whole_number(word) or 0 for word in lengths.split(",")]
-    names = [name for word in kernels.split(",") if (name := word.strip())]
-    return cp_by_length(numbers, model, cluster, kernels=names, software=software)
 
-
-_MixedCluster = Annotated[
+_HeterogeneousCluster = Annotated[
     str,
     typer.Option(
         "--cluster", "-c", help="Heterogeneous cluster, such as 2x8xH100+2x8xA100; or a homogeneous one with --slower."
     ),
 ]
 _Layout = Annotated[
-    str | None, typer.Option(help="Degrees, microbatches and recompute of all schedules; default: the planner's.")
+    str | None, typer.Option(help="Degrees, microbatches and recompute for all schedules; default: the planner's.")
 ]
-_Schedules = Annotated[
-    str, typer.Option(help="Schedules to compare, with commas; default: 1f1b,interleaved,zb-h1,zb-v,auto.")
-]
+_Schedules = Annotated[str, typer.Option(help="Comma-separated schedules; default: 1f1b,interleaved,zb-h1,zb-v,auto.")]
+_Slower = Annotated[str, typer.Option(help="Make half of a homogeneous cluster slower by these factors: 1.5,2.")]
 
 
-@command(app, "mixed", "Schedules on heterogeneous GPUs.  [dim]fivefold compare mixed llama3-70b[/]", TEXTS)
+@command(app, "mixed", "Schedules on heterogeneous GPUs.  [dim]fivefold compare mixed llama3-70b[/]", TEXT_SUFFIXES)
 def mixed(
     words: ModelWords,
-    cluster: _MixedCluster = "2x8xH100+2x8xA100",
+    cluster: _HeterogeneousCluster = "2x8xH100+2x8xA100",
     layout: _Layout = None,
     schedules: _Schedules = "",
-    slower: Annotated[str, typer.Option(help="Slow half of a homogeneous cluster by these factors: 1.5,2.")] = "",
+    slower: Annotated[
+        str, typer.Option(help="Make half of a homogeneous cluster slower by these factors: 1.5,2.")
+    ] = "",
     batch: Batch = None,
     seq: Seq = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Predict a step of every schedule on devices of unequal speed, with layers divided evenly and by speed.
+    """Predict a step of every schedule on a heterogeneous cluster, with layers divided evenly and by speed.
 
-    Schedules run on the planner's clock, each stage with the times of its own
-    device, and auto is made for these times. Nothing is executed; `python -m
-    benchmarks.mixed` does that on CPU ranks. An accelerator may be a file of
+    Schedules are simulated, each stage with the times of its own device; the auto
+    schedule is generated for these times. Nothing is executed; `python -m
+    benchmarks.mixed` does that on CPU ranks. An accelerator may be a file written by
     `fivefold calibrate`.
 
     [dim]Examples:[/]
@@ -184,21 +192,30 @@ def mixed(
 
     names = [name.strip() for name in schedules.split(",") if name.strip()] or SCHEDULES
     factors = numbers(slower, "--slower")
+    model, *changes = words
     result = compare(
-        words[0], cluster, layout=layout, schedules=names, slower=factors, changes=words[1:], batch=batch, seq=seq
+        model, cluster, layout=layout, schedules=names, slower=factors, changes=changes, batch=batch, seq=seq
     )
-    show(result, as_json, output)
+    show(result, as_json=as_json, output=output)
 
 
-_Microbatches = Annotated[
-    int | None, typer.Option("--microbatches", "-m", help="Microbatches per step (m); default: 8.")
+_Microbatches = Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches per step (m).")]
+_SINGLE_CASE_OPTIONS = {
+    name: f"--{name}"
+    for name in ("pp", "microbatches", "chunks", "group", "memory", "times", "slow", "sends", "overlap")
+}
+
+
+_Published = Annotated[
+    bool, typer.Option("--published", help="Show the zero-bubble paper's published bubble rates next to ours.")
 ]
 
 
-@command(app, "schedules", "All schedules.  [dim]fivefold compare schedules --pp 8 --microbatches 32[/]", TEXTS)
+@command(app, "schedules", "All schedules.  [dim]fivefold compare schedules --pp 8 --microbatches 32[/]", TEXT_SUFFIXES)
 def schedules(
-    pp: Annotated[int | None, typer.Option("--pp", help="Pipeline ranks (p); default: 4.")] = None,
-    microbatches: _Microbatches = None,
+    context: typer.Context,
+    pp: Annotated[int, typer.Option("--pp", help="Pipeline ranks (p).")] = 4,
+    microbatches: _Microbatches = 8,
     chunks: Chunks = None,
     group: Group = None,
     memory: Memory = None,
@@ -206,7 +223,7 @@ def schedules(
     slow: Slow = "",
     sends: Sends = "eager",
     overlap: Overlap = True,
-    published: Annotated[bool, typer.Option("--published", help="The zero-bubble paper's rates, and ours.")] = False,
+    published: _Published = False,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -223,14 +240,19 @@ def schedules(
     from fivefold.schedules.result import PublishedResult, compare
 
     if published:
-        numbers = (pp, microbatches, chunks, group, memory)
-        if any(number is not None for number in numbers) or times or slow or sends != "eager" or not overlap:
-            raise UserError(
-                "--published prints the paper's own cases; leave out the options that describe another one",
-                "option.conflict",
-            )
-        show(PublishedResult(), as_json, output)
+        given = options_given(context, _SINGLE_CASE_OPTIONS)
+        refuse(given, "cannot be combined with --published, which prints the paper's own cases")
+        show(PublishedResult(), as_json=as_json, output=output)
         return
-    p, m = 4 if pp is None else pp, 8 if microbatches is None else microbatches
-    show(compare(p, m, chunks=chunks, group=group, memory=memory, times=times, slow=slow, sends=sends,
-                 overlap=overlap), as_json, output)  # fmt: skip
+    result = compare(
+        pp,
+        microbatches,
+        chunks=chunks,
+        group=group,
+        memory=memory,
+        times=times,
+        slow=slow,
+        sends=sends,
+        overlap=overlap,
+    )
+    show(result, as_json=as_json, output=output)

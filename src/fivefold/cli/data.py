@@ -24,7 +24,7 @@ def prepare(
     inputs: Annotated[list[Path], typer.Argument(help="Text files, .jsonl, .jsonl.gz, .parquet, or directories.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory to create.")],
     tokenizer: Annotated[str, typer.Option(help="A Hugging Face tokenizer.json, or 'bytes'.")] = "bytes",
-    eos: Annotated[str | None, typer.Option(help="End-of-document token or its id, if not found by itself.")] = None,
+    eos: Annotated[str | None, typer.Option(help="End-of-document token or id, if the tokenizer names none.")] = None,
     text_field: Annotated[str, typer.Option(help="Field of a record that holds its text.")] = "text",
     prompt_field: Annotated[
         str | None, typer.Option(help="Field with the prompt, which comes first and carries no loss.")
@@ -38,8 +38,8 @@ def prepare(
 
     One document per text file or record, each followed by an end-of-document
     token. A record may give "segments": \\[{"text": ..., "loss": false}, ...]
-    instead of its text: segments without loss are context only. For bytes, the
-    disk and SHA-256 limit the speed; for a tokenizer, its library does.
+    instead of its text: segments without loss are context only. Speed is limited by
+    the disk and SHA-256 for bytes, and by the tokenizer's library otherwise.
 
     [dim]Examples:[/]
 
@@ -80,7 +80,7 @@ def prepare(
 def check(
     path: Annotated[Path, typer.Argument(help="A directory made by 'fivefold data prepare'.")], as_json: Json = False
 ) -> None:
-    """Hash every file against the index, and look for ids beyond the vocabulary.
+    """Hash every file, compare it with the index, and look for ids beyond the vocabulary.
 
     [dim]Example:[/]
 

@@ -41,7 +41,7 @@ _Output = Annotated[
 def draw(
     schedule: Annotated[
         list[str],
-        typer.Argument(help="Names of schedules, or files; several are compared; or mesh.", autocompletion=schedules),
+        typer.Argument(help="Schedules by name or file, compared if several; or mesh.", autocompletion=schedules),
     ],
     pp: Ranks = None,
     microbatches: Microbatches = None,
@@ -87,7 +87,7 @@ def draw(
     if schedule == ["mesh"]:
         others = (pp, microbatches, chunks, group, memory, times or None, slow or None)
         timed = any(value is not None for value in others) or sends != "eager" or not overlap
-        _draw_mesh(layout, cluster, output, html, as_json, timed=timed)
+        _draw_mesh(layout, cluster, output, html, as_json=as_json, timed=timed)
         return
     if layout or cluster:
         raise UserError(
@@ -96,30 +96,30 @@ def draw(
     check_output(output, len(schedule))
     result = draw(*schedule, pp=pp, microbatches=microbatches, chunks=chunks, group=group, memory=memory, times=times,
                   slow=slow, sends=sends, overlap=overlap)  # fmt: skip
-    said = [] if output is None else list(result.save(output))
-    said += [] if html is None else [Text(write_page(result, html))]
-    if as_json or not said:
-        show(result, as_json)
+    remarks = [] if output is None else list(result.save(output))
+    remarks += [] if html is None else [Text(write_page(result, html))]
+    if as_json or not remarks:
+        show(result, as_json=as_json)
     else:
-        render(said, console_of(), None)
+        render(remarks, console_of(), None)
 
 
 def _draw_mesh(
-    layout: str, cluster: str, output: Path | None, html: Path | None, as_json: bool, *, timed: bool
+    layout: str, cluster: str, output: Path | None, html: Path | None, *, as_json: bool, timed: bool
 ) -> None:
     from fivefold.planner.mesh_picture import mesh
 
     if timed:
         raise UserError(
-            "the mesh is of a layout: give --layout and --cluster, and leave out what times a schedule",
+            "`draw mesh` draws a layout: give --layout and --cluster, without options that time a schedule",
             "option.conflict",
         )
     if html is not None:
         raise UserError(
-            f"--html {html} is of schedules; the mesh of a plan is in the page of `fivefold plan --html`",
+            f"--html {html} draws schedules; `fivefold plan --html` writes a page with the mesh of a plan",
             "option.conflict",
         )
     if not layout:
-        raise UserError("the mesh is of a layout; give one, as in --layout dp=2,tp=4,pp=2", "option.missing")
+        raise UserError("`draw mesh` needs a layout, as in --layout dp=2,tp=4,pp=2", "option.missing")
     check_writable(output, *DRAWABLE_SUFFIXES)
-    show(mesh(layout, cluster or None), as_json, output)
+    show(mesh(layout, cluster or None), as_json=as_json, output=output)

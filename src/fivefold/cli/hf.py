@@ -41,7 +41,10 @@ def import_hf(
     job_file: Annotated[
         Path | None,
         typer.Option(
-            "--model", metavar="JOB", help="The job file whose model it is, if not config.json's.", show_default=False
+            "--model",
+            metavar="JOB",
+            help="Job file with the model, instead of config.json.",
+            show_default=False,
         ),
     ] = None,
     as_json: Json = False,
@@ -52,8 +55,8 @@ def import_hf(
     one by one: the whole model is never in memory. The job.toml in the new directory
     fine-tunes the weights by a published recipe, which it names; `fivefold generate`
     generates text. Tokenizer, chat template and generation settings are kept for
-    an export. Tokens of another tokenizer are refused. A model with a pattern, for
-    which transformers has no class, is that of a job file: --model job.toml.
+    an export. Tokens of another tokenizer are refused. --model job.toml describes a
+    model with a pattern for which transformers has no class.
 
     [dim]Examples:[/]
 
@@ -99,9 +102,7 @@ def export_hf(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory to create.")],
     step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")] = None,
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16 or float16; default: as imported, and float32 of other runs.")
-    ] = "",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: as imported, else float32.")] = "",
     shard_size: Annotated[str, typer.Option(help="Largest size of one file: 4GB, 500MB.")] = "4GB",
     as_json: Json = False,
 ) -> None:
@@ -109,9 +110,9 @@ def export_hf(
     no model of transformers has the layers of its pattern.
 
     transformers.AutoModelForCausalLM.from_pretrained(DIR) gives the same logits.
-    What an import brought along goes out again: the dtype, tokenizer and chat
-    template, generation settings, the tokens that begin and end a text.
-    One file's tensors are in memory at a time, never the whole model.
+    What an import brought along is exported again: dtype, tokenizer, chat template,
+    generation settings, the tokens that begin and end a text. One file's tensors
+    are in memory at a time, never the whole model.
 
     [dim]Examples:[/]
 

@@ -8,7 +8,7 @@ import typer
 from fivefold.cli import completion
 from fivefold.cli.options import DRAWABLE_SUFFIXES, Json, Output, Picture, command, counting_bar
 from fivefold.cli.renamed import ExplainsUnknown
-from fivefold.render.blocks import TEXTS, show
+from fivefold.render.blocks import TEXT_SUFFIXES, show
 
 SHORT = "Exercises that check themselves on real ranks.  [dim]fivefold lab start linear my-lab[/]"
 app = typer.Typer(cls=ExplainsUnknown, rich_markup_mode="rich")
@@ -33,10 +33,12 @@ def labs(context: typer.Context, as_json: Json = False) -> None:
     if context.invoked_subcommand is None:
         from fivefold.labs.catalogue import labs
 
-        show(labs(), as_json, None)
+        show(labs(), as_json=as_json)
 
 
-@command(app, "start", "Write the statement and the file of a lab.  [dim]fivefold lab start linear my-lab[/]", TEXTS)
+@command(
+    app, "start", "Write the statement and the file of a lab.  [dim]fivefold lab start linear my-lab[/]", TEXT_SUFFIXES
+)
 def start(
     name: Annotated[
         str, typer.Argument(help="The lab: one that `fivefold lab` lists.", autocompletion=completion.labs)
@@ -53,10 +55,10 @@ def start(
     """
     from fivefold.labs.catalogue import start_lab
 
-    show(start_lab(name, folder), as_json, output)
+    show(start_lab(name, folder), as_json=as_json, output=output)
 
 
-@command(app, "check", "Hold your answer against one process.  [dim]fivefold lab check my-lab[/]", TEXTS)
+@command(app, "check", "Hold your answer against one process.  [dim]fivefold lab check my-lab[/]", TEXT_SUFFIXES)
 def check(
     answer: _Answer,
     timeout: Annotated[
@@ -83,7 +85,7 @@ def check(
 
     with counting_bar() as progress:
         found = check_lab(answer, timeout=timeout, first=first, progress=progress)
-    show(found, as_json, output)
+    show(found, as_json=as_json, output=output)
 
 
 @command(app, "bench", "Time your answer on more ranks.  [dim]fivefold lab bench my-lab[/]", DRAWABLE_SUFFIXES)
@@ -108,4 +110,4 @@ def bench(
     """
     from fivefold.labs.scaling import bench_lab
 
-    show(bench_lab(answer, rounds=rounds), as_json, output)
+    show(bench_lab(answer, rounds=rounds), as_json=as_json, output=output)

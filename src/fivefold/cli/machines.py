@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from fivefold.cli.options import JobWords, Json, Output, RunWords, command_line, counting_bar, split
+from fivefold.cli.options import JobWords, Json, Output, RunWords, command_line, counting_bar, split_job_and_changes
 from fivefold.render.blocks import show
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
@@ -95,8 +95,8 @@ def launch(
         hostfile=ssh, restarts=restarts if restarts is not None else 10 if elastic else 3,
         submit=submit, elastic=elastic,
     )  # fmt: skip
-    file, changes = split(job)
-    show(launch(kind, file, changes, output, options, cluster=cluster, nodes=nodes, per_node=per_node), as_json)
+    file, changes = split_job_and_changes(job)
+    show(launch(kind, file, changes, output, options, cluster=cluster, nodes=nodes, per_node=per_node), as_json=as_json)
 
 
 _Nproc = Annotated[
@@ -136,14 +136,14 @@ def doctor(
     from fivefold.machines import doctor as examination
     from fivefold.trainer.start import check_ranks, job_and_start
 
-    path, changes = split(job)
+    path, changes = split_job_and_changes(job)
     world = current_world()
     check_ranks(nproc, world)
     resolved, _ = job_and_start(path, changes, fresh=True)
     if not world.joined:
-        show(examination.examine_here(resolved, nproc, job or []), as_json, output)
+        show(examination.examine_here(resolved, nproc, job or []), as_json=as_json, output=output)
     elif result := examination.examine_launched_ranks(resolved, world):
-        show(result, as_json, output)
+        show(result, as_json=as_json, output=output)
 
 
 _Output = Annotated[
@@ -188,7 +188,7 @@ def calibrate(
       srun -N4 --ntasks-per-node=8 fivefold calibrate --ranks -o ranks.toml
     """
     if each:
-        _ranks(output, quick, device, nproc, as_json)
+        _calibrate_ranks(output, device, nproc, quick=quick, as_json=as_json)
         return
     if nproc is not None:
         raise UserError(f"--nproc {nproc} is for --ranks; without it calibrate starts its own ranks", "option.conflict")
@@ -206,13 +206,13 @@ def calibrate(
     if output is not None:
         host = f"host: {result.host * 1e3:.3f} ms to launch one block's forward pass"
         write(output, to_toml(result.accelerator, [_made_by(), host]))
-    show(result, as_json)
+    show(result, as_json=as_json)
     if output is not None and not as_json:
         typer.echo(f"written to {output}; a cluster of them is for example 8x{output}")
 
 
-def _ranks(output: Path | None, quick: bool, device: str, nproc: int | None, as_json: bool) -> None:
-    """Measure all ranks of this machine, or of the launcher that has started this one; rank 0 prints and writes."""
+def _calibrate_ranks(output: Path | None, device: str, nproc: int | None, *, quick: bool, as_json: bool) -> None:
+    """Measure all ranks of this machine, or those of the launcher that started this one; rank 0 prints and writes."""
     from fivefold.launch.world import current_world
     from fivefold.trainer.start import check_ranks
 
@@ -226,7 +226,7 @@ def _ranks(output: Path | None, quick: bool, device: str, nproc: int | None, as_
         return
     if output is not None:
         write(output, speeds_to_toml(result.cluster, [_made_by(), result.sentence]))
-    show(result, as_json)
+    show(result, as_json=as_json)
     if output is not None and not as_json:
         typer.echo(f"written to {output}; plan for it with: fivefold plan MODEL --cluster {output}")
 

@@ -28,13 +28,13 @@ from rich.progress import (
 )
 
 from fivefold.cli.completion import models
-from fivefold.render.blocks import TEXTS, check_writable
-from fivefold.render.paint import PICTURES
+from fivefold.render.blocks import TEXT_SUFFIXES, check_writable
+from fivefold.render.paint import PICTURE_SUFFIXES
 from fivefold.support.errors import UserError
 from fivefold.support.plugins import find_value, is_plugin, load
 from fivefold.support.progress import is_shown, silence
 
-DRAWABLE_SUFFIXES = (*PICTURES, *TEXTS)  # of the file of a result that can also be drawn
+DRAWABLE_SUFFIXES = (*PICTURE_SUFFIXES, *TEXT_SUFFIXES)  # of a result that can also be drawn
 PAGE_SUFFIXES = (".html", ".htm")
 
 # ---- types of options and arguments ---------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ Plugins = Annotated[
     typer.Option(
         "--plugin",
         metavar="PACKAGE.MODULE:NAME",
-        help="Import this, which a run's stored job names; what a job file or KEY=VALUE names needs no such option.",
+        help="Import this plugin, which a run's stored job names. A job file or KEY=VALUE needs no such option.",
         show_default=False,
     ),
 ]
@@ -60,21 +60,21 @@ ModelWords = Annotated[
     list[str],
     typer.Argument(
         metavar="MODEL [KEY=VALUE ...]",
-        help="A model's name, a job file or a config; and changes to it.",
+        help="A model's name, a job file or a config, then changes to it.",
         autocompletion=models,
     ),
 ]
 JobWords = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[JOB.toml] [KEY=VALUE]...", help="A job file, and settings that change it.", show_default=False
+        metavar="[JOB.toml] [KEY=VALUE]...", help="A job file, then settings that change it.", show_default=False
     ),
 ]
 RunWords = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[JOB.toml | RUN] [KEY=VALUE]...",
-        help="A job file or a run's directory, and settings that change its job.",
+        help="A job file or a run's directory, then settings that change its job.",
         show_default=False,
     ),
 ]
@@ -85,7 +85,7 @@ ClusterText = Annotated[
     ),
 ]
 Batch = Annotated[
-    int | None, typer.Option(help="Sequences per step; default: like published runs of this size, 4M tokens or more.")
+    int | None, typer.Option(help="Sequences per step; default: as in published runs of this size, 4M tokens or more.")
 ]
 Seq = Annotated[int | None, typer.Option(help="Tokens per sequence; default: 8192, or the model's context.")]
 Precision = Annotated[
@@ -103,18 +103,18 @@ Imbalance = Annotated[
 
 
 def command(
-    app: typer.Typer, name: str, short: str, writes: tuple[str, ...] = ()
+    app: typer.Typer, name: str, short: str, output_suffixes: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a command. `writes` are the suffixes that the file of its -o may have."""
+    """Make a function a command. `output_suffixes` are those that the file of its -o may have."""
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
-        app.command(name, short_help=short)(_with_common_options(function, writes))
+        app.command(name, short_help=short)(_with_common_options(function, output_suffixes))
         return function
 
     return add
 
 
-def _with_common_options(function: Callable[..., None], writes: tuple[str, ...]) -> Callable[..., None]:
+def _with_common_options(function: Callable[..., None], output_suffixes: tuple[str, ...]) -> Callable[..., None]:
     """The function with --quiet and --plugin, and with a check of the files that it writes."""
 
     @functools.wraps(function)
@@ -122,8 +122,8 @@ def _with_common_options(function: Callable[..., None], writes: tuple[str, ...])
         for name in plugin or ():
             load(name)
         _import_schedules(arguments)
-        if writes:
-            check_writable(arguments["output"], *writes)
+        if output_suffixes:
+            check_writable(arguments["output"], *output_suffixes)
         check_writable(arguments.get("html"), *PAGE_SUFFIXES)
         with _quiet(prints_json=bool(arguments.get("as_json"))) if quiet else nullcontext():
             function(**arguments)
@@ -140,12 +140,12 @@ def _with_common_options(function: Callable[..., None], writes: tuple[str, ...])
     # Typer reads a command's options from the signature and the annotations of its function.
     vars(run)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *added])
     run.__annotations__ = {**function.__annotations__, **annotations}
-    run.__doc__ = _flowing(inspect.getdoc(function) or "")
+    run.__doc__ = _unwrap(inspect.getdoc(function) or "")
     return run
 
 
-def _flowing(text: str) -> str:
-    """Paragraphs without line breaks, which Typer would keep at any width; indented lines stay as they are."""
+def _unwrap(text: str) -> str:
+    """Paragraphs without line breaks, which Typer would keep at any width; indented lines stay."""
     paragraphs = text.split("\n\n")
     return "\n\n".join(
         paragraph if any(line.startswith((" ", "-", "|")) for line in paragraph.splitlines())
@@ -155,13 +155,13 @@ def _flowing(text: str) -> str:
 
 @contextmanager
 def _quiet(*, prints_json: bool) -> Iterator[None]:
-    """Nothing is printed but errors and JSON, and no progress is shown."""
+    """Print only errors and JSON, and show no progress."""
     with silence(), open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if prints_json else nowhere):
         yield
 
 
 def _import_schedules(arguments: Mapping[str, Any]) -> None:
-    """Import schedules of a user's own modules that options name: --layout, --fix, and what `draw` draws."""
+    """Import schedules from a user's own modules: those of --layout and --fix, and those to draw."""
     layouts = [text for key in ("layout", "fix") if isinstance(text := arguments.get(key), str)]
     drawn = words if isinstance(words := arguments.get("schedule"), list) else []
     if not any(map(is_plugin, (*layouts, *drawn))):
@@ -177,7 +177,7 @@ def _import_schedules(arguments: Mapping[str, Any]) -> None:
 
 
 def _names_a_job(parameter: inspect.Parameter) -> bool:
-    """Whether a parameter takes a job, which may be a stored one, or a run, whose model may be of plugins."""
+    """Whether a parameter takes a job, which may be stored, or a run: both may need plugins."""
     metavars = [getattr(info, "metavar", None) or "" for info in getattr(parameter.annotation, "__metadata__", ())]
     return parameter.name == "run" or any("KEY=VALUE" in metavar or "RUN" in metavar for metavar in metavars)
 
@@ -186,7 +186,7 @@ def _names_a_job(parameter: inspect.Parameter) -> bool:
 
 
 def command_line() -> str:
-    """The command line that was typed, for files that say what made them."""
+    """The command line that was typed, for files that name their origin."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name if spec is not None and spec.name.startswith("benchmarks.") else ""
     return shlex.join([*(["python", "-m", module] if module else ["fivefold"]), *sys.argv[1:]])
@@ -212,11 +212,11 @@ def check_whole_layout(layout: str | None, words: list[str], option: str = "--la
         raise UserError(problems)
 
 
-def split(words: list[str] | None) -> tuple[str | None, list[str]]:
+def split_job_and_changes(words: list[str] | None) -> tuple[str | None, list[str]]:
     """The job file, if any, and the KEY=VALUE changes: a word without '=' is the file."""
     files = [word for word in words or [] if "=" not in word]
     if len(files) > 1:
-        problem = f"one job file at most, and there are {len(files)}: {', '.join(files)}; changes are KEY=VALUE"
+        problem = f"give at most one job file, not {len(files)}: {', '.join(files)}; changes are KEY=VALUE"
         raise UserError(problem, "job.files")
     return (files[0] if files else None), [word for word in words or [] if "=" in word]
 
@@ -237,7 +237,7 @@ def write_page(result: Any, html: Path) -> str:
 
 @contextmanager
 def bytes_bar(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-    """A bar for bytes read or written: call it with how many more are done, and with the total if it was not known."""
+    """A bar for bytes: call it with the number of further bytes, and with the total if it was not known before."""
     with _bar(TextColumn(what), BarColumn(30), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done, total=None: bar.update(task, advance=done, total=total)
@@ -245,7 +245,7 @@ def bytes_bar(what: str, total: int | None = None) -> Iterator[Callable[..., Non
 
 @contextmanager
 def counting_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar for pieces of work: call it with how many are done, of how many, and the name of the next."""
+    """A bar for tasks: call it with the number done, their total, and the name of the next."""
     with _bar(BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")) as bar:
         task = bar.add_task("")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)

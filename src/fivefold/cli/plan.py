@@ -32,7 +32,7 @@ PLAN = "Choose a layout, and explain the choice.  [dim]fivefold plan llama3-70b 
 SERVE = "Choose how to serve a model.  [dim]fivefold serve llama3-70b --cluster 8xH100[/]"
 GOODPUT = "Days to train, with failures.  [dim]fivefold goodput llama3-405b --cluster 2048x8xH100 --tokens 15.6T[/]"
 
-WRITES = (".toml", ".md", ".html", *DRAWABLE_SUFFIXES)
+OUTPUT_SUFFIXES = (".toml", ".md", ".html", *DRAWABLE_SUFFIXES)
 
 
 _Tokens = Annotated[
@@ -44,7 +44,7 @@ _Output = Annotated[
     typer.Option(
         "--output",
         "-o",
-        help="Write a job (.toml), the decision (.md, .html), a picture, the result (.json, .txt).",
+        help="Write a job (.toml), a design document (.md, .html), a picture, or the result (.json, .txt).",
     ),
 ]
 
@@ -77,17 +77,17 @@ def plan(
     differ by more; tp over a network must win by 10%. A range says where time, rate and days should lie in 4 of 5
     cases. `fivefold accuracy` compares the planner with measured runs.
 
-    With --layout, a layout of your own is explained instead, and compared with the choice, with
+    --layout explains a layout of your own instead, compares it with the choice, and shows
     the timeline of its pipeline. Exit code 1 if it does not fit into the devices' memory.
 
-    With -o job.toml, a job for this model on this cluster is written: learning rate,
-    warmup, batch and steps come from published recipes and the token budget, each with
-    its source. With -o memory.svg, traffic.svg, mesh.svg, step.svg (the timeline) or any
-    other .svg or .png (memory and time) a picture is; .dark.svg and .dark.png are dark.
-    With -o decision.md or .html the decision is written down for a design review: the math
-    of the layout with its numbers, compared with textbook rules, its neighbours, and at
-    which memory, link and batch another layout wins, found by planning again. With --html
-    plan.html, the plan is also written as a self-contained page of `fivefold ui`.
+    -o job.toml writes a job for this model on this cluster: learning rate, warmup, batch
+    and steps come from published recipes and the token budget, each with its source.
+    -o memory.svg, traffic.svg, mesh.svg, step.svg (the timeline) or any other .svg or .png
+    (memory and time) writes a picture; .dark.svg and .dark.png have a dark background.
+    -o decision.md or .html writes a design document: the math of the layout with its
+    numbers, compared with textbook rules, its neighbours, and at which memory, link and
+    batch another layout wins, found by planning again. --html plan.html also writes the
+    plan as a self-contained page of `fivefold ui`.
 
     [dim]Examples:[/]
 
@@ -127,7 +127,7 @@ def plan(
     if output is not None and output.suffix.lower() in WRITERS:
         remarks = [WRITERS[output.suffix.lower()](result, output), *remarks]
         output = None
-    show(result, as_json, output, ["", *remarks] if remarks else [])
+    show(result, as_json=as_json, output=output, remarks=["", *remarks] if remarks else [])
 
 
 def _is_job(output: Path | None) -> bool:
@@ -135,8 +135,8 @@ def _is_job(output: Path | None) -> bool:
 
 
 def _write_decision(result: "PlanResult", output: Path) -> str:
-    """Write the decision: the question, the layout with its math, its neighbours, and what would change it. Returns the
-    line to print about it."""
+    """Write the design document: the question, the layout with its math, its neighbours, and what would change the
+    decision. Returns the line to print about it."""
     from fivefold.planner.decision import decide
     from fivefold.support.files import write
 
@@ -147,7 +147,7 @@ def _write_decision(result: "PlanResult", output: Path) -> str:
 
 
 def _write_job(result: "PlanResult", output: Path) -> str:
-    """Write the job, and next to it its schedule if that was made for it. Returns the line on what to do next."""
+    """Write the job, and next to it its schedule if that was generated for it. Returns the line on what to do next."""
     from fivefold.job.preflight import needs_data
     from fivefold.planner.search import write_schedule
     from fivefold.planner.training import start
@@ -179,9 +179,9 @@ def serve(
 ) -> None:
     """Choose how to serve a model on a cluster: the layouts of lowest latency and of highest throughput, and why.
 
-    Prints both side by side, and what lies between them: sequences at a time, seconds
-    to the first token and for each one after it, tokens per second, cache and memory of
-    a GPU, and what bounds them. --ttft and --tpot leave out what takes longer.
+    Prints both side by side, and what lies between them: concurrent sequences, time to
+    the first token and per further token, tokens per second, cache and memory per GPU,
+    and what bounds them. --ttft and --tpot leave out layouts that take longer.
 
     [dim]Examples:[/]
 
@@ -197,7 +197,7 @@ def serve(
         words[0], cluster or "8xH100", changes=words[1:], prompt=prompt, output=answer, sequences=concurrent,
         precision=precision_of(precision) or "bf16", ttft=ttft, tpot=tpot, imbalance=imbalance,
     )  # fmt: skip
-    show(result, as_json, output)
+    show(result, as_json=as_json, output=output)
 
 
 _GoodputTokens = Annotated[
@@ -239,11 +239,10 @@ def goodput(
 ) -> None:
     """Predict how long a run takes with failures, and how often to save it.
 
-    Failures are random, at a rate that others have published or that you know of
-    your cluster. Each costs the time to notice it, to start again, to load the last
-    checkpoint and to make the steps since then again. The expected time is exact;
-    p10, median and p90 come from simulated runs. What uneven ranks cost is printed
-    separately, and is part of no other figure.
+    Failures are random, at a published rate or that of your cluster. Each costs the
+    time to notice it, to restart, to load the last checkpoint and to repeat the steps
+    since then. The expected time is exact; p10, median and p90 come from simulated
+    runs. The cost of uneven ranks is printed separately and is not part of other figures.
 
     [dim]Examples:[/]
 
@@ -263,4 +262,4 @@ def goodput(
         precision=precision, software=software, every=every, mtbf=mtbf, detect=detect, restart=restart,
         storage=storage, save=save, jitter=jitter, runs=runs, seed=seed,
     )  # fmt: skip
-    show(result, as_json, output)
+    show(result, as_json=as_json, output=output)

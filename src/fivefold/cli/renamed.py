@@ -8,7 +8,7 @@ from typer.core import TyperGroup
 
 from fivefold.support.errors import UserError
 
-MOVED = {
+MOVED_COMMANDS = {
     "simulate": "plan MODEL --layout LAYOUT",
     "report": "plan --html or draw --html or inspect --html or verify --html",
     "report plan": "plan MODEL --html FILE",
@@ -36,14 +36,15 @@ MOVED = {
     "bench scaling": "bench peers --scaling",
     "bench recovery": "bench checkpoint --recovery",
 }
-BENCHMARKS = ("attention", "mixed", "overlap", "pipeline", "plan", "schedules")  # `python -m benchmarks.X`
-_SERVING = ("--prompt", "--answer", "--concurrent", "--ttft", "--tpot")
+MOVED_BENCHMARKS = ("attention", "mixed", "overlap", "pipeline", "plan", "schedules")  # `python -m benchmarks.X`
+_SERVE_OPTIONS = ("--prompt", "--answer", "--concurrent", "--ttft", "--tpot")
 _RENAMED_OPTIONS = {
-    ("plan", option): f"`fivefold plan {option}` is now `fivefold serve {option}`" for option in _SERVING
+    ("plan", option): f"`fivefold plan {option}` is now `fivefold serve {option}`" for option in _SERVE_OPTIONS
 }
 _RENAMED_OPTIONS["plan", "--inference"] = "`fivefold plan --inference` is now `fivefold serve`"
+_RENAMED_OPTIONS["bench peers", "--least"] = "`--least` is now `--min-ranks`"
 _RENAMED_OPTIONS["data prepare", "--out"] = "`--out` is now `--output`"
-_SECTIONS_OF_COMMAND = {"serve": ("model",)}  # whose settings it takes, if not those of all
+_SECTIONS_BY_COMMAND = {"serve": ("model",)}  # whose settings it takes, if not those of all sections
 
 
 class ExplainsUnknown(TyperGroup):
@@ -59,29 +60,29 @@ class ExplainsUnknown(TyperGroup):
             return super().invoke(ctx)
         except Exception as error:
             # Compared by name: the class is click's in some releases of Typer, and Typer's own copy in others.
-            if type(error).__name__ == "NoSuchOption" and (problems := _explained(error)):
+            if type(error).__name__ == "NoSuchOption" and (problems := _explain(error)):
                 raise UserError(problems, "option.unknown") from None
             raise
 
 
 def sentence_for_renamed(words: list[str]) -> str | None:
-    """A sentence with the new name of the command that begins with these words; None if there was no such command."""
+    """A sentence with the new name of an old command that these words begin with; None if there was none."""
     for old in (" ".join(words[:2]), words[0]):
         group, _, name = old.partition(" ")
-        if group == "bench" and name in BENCHMARKS:
+        if group == "bench" and name in MOVED_BENCHMARKS:
             return f"`fivefold {old}` is now `python -m benchmarks.{name}`, in a clone of the project"
-        if old in MOVED:
-            now = "` or `fivefold ".join(MOVED[old].split(" or "))
+        if old in MOVED_COMMANDS:
+            now = "` or `fivefold ".join(MOVED_COMMANDS[old].split(" or "))
             return f"`fivefold {old}` is now `fivefold {now}`"
     return None
 
 
 def _path(ctx: Any) -> list[str]:
-    """The names of the groups above a command, without the program's."""
+    """The names of a command and of the groups above it, without the program's."""
     return [*_path(ctx.parent), ctx.info_name] if ctx.parent else []
 
 
-def _explained(error: Any) -> list[str]:
+def _explain(error: Any) -> list[str]:
     """A sentence for each unknown option that is a setting; none if the option of the error is not one."""
     from fivefold.job.aliases import option_meant
     from fivefold.job.config import SECTION_KEYS
@@ -90,7 +91,7 @@ def _explained(error: Any) -> list[str]:
         return [sentence]
     params = error.ctx.command.params
     known = [name for param in params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
-    sections = {name: SECTION_KEYS[name] for name in _SECTIONS_OF_COMMAND.get(error.ctx.command.name, SECTION_KEYS)}
+    sections = {name: SECTION_KEYS[name] for name in _SECTIONS_BY_COMMAND.get(error.ctx.command.name, SECTION_KEYS)}
     takes = next((param.metavar for param in params if "KEY=VALUE" in (param.metavar or "")), "")
     sentences: dict[str, str | None] = {}
     for index, word in enumerate(sys.argv):

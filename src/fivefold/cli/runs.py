@@ -11,7 +11,17 @@ import msgspec
 import typer
 from rich.console import Console
 
-from fivefold.cli.options import PAGE_SUFFIXES, Html, JobWords, Json, Output, Picture, command_line, split, write_page
+from fivefold.cli.options import (
+    PAGE_SUFFIXES,
+    Html,
+    JobWords,
+    Json,
+    Output,
+    Picture,
+    command_line,
+    split_job_and_changes,
+    write_page,
+)
 from fivefold.render.blocks import console_of, show
 from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import UserError
@@ -33,7 +43,7 @@ _TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens w
 
 def generate(
     source: _Source,
-    prompt: Annotated[list[str] | None, typer.Option(help="The prompt; may be given several times.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="The prompt; repeatable.")] = None,
     tokens: Annotated[str | None, typer.Option(help="The prompt as token ids: 1,2,3.")] = None,
     count: Annotated[int, typer.Option("--count", "-n", help="Maximum number of tokens to generate.")] = 200,
     temperature: Annotated[
@@ -46,16 +56,16 @@ def generate(
     step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")] = None,
     dtype: Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    share_gpu: Annotated[str, typer.Option(help="What ranks that share a GPU talk through: gloo or nccl.")] = "gloo",
+    share_gpu: Annotated[str, typer.Option(help="Backend of ranks that share a GPU: gloo or nccl.")] = "gloo",
     timeout: Annotated[float, typer.Option(help="Time limit, in seconds, of a layout with several ranks.")] = 600.0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt, with the weights of a run or of a Hugging Face directory.
 
-    Tokens are sampled; --temperature 0 takes the most likely one each time. The
-    same seed samples the same tokens in any layout, up to rounding, and is said
-    at the end, on standard error. Keys and values of earlier tokens are cached.
+    Tokens are sampled; --temperature 0 always takes the most likely one. The same
+    seed, printed at the end on standard error, samples the same tokens in any
+    layout, up to rounding. Keys and values of earlier tokens are cached.
 
     [dim]Examples:[/]
 
@@ -77,7 +87,7 @@ def generate(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     request = Request(place_of(source), step, layout, dtype_of(dtype), device, count, sampling, timeout, share_gpu)
     streamed: list[str] = []
-    answers = run(request, prompt or [], _ids(tokens), streamed.append if as_json else _printing(streamed))
+    answers = run(request, prompt or [], _ids(tokens), streamed.append if as_json else _printer(streamed))
     figures = json.dumps([asdict(answer) | {"sampling": msgspec.to_builtins(sampling)} for answer in answers])
     if output is not None:
         write(output, f"{figures}\n" if output.suffix.lower() == ".json" else "".join(streamed))
@@ -87,13 +97,13 @@ def generate(
         console_of(stderr=True).print(f"sampled with {sampling}", markup=False)
 
 
-def _printing(streamed: list[str]) -> Callable[[str], None]:
-    """A function that appends pieces of text to `streamed`, and prints them."""
+def _printer(streamed: list[str]) -> Callable[[str], None]:
+    """A function that prints pieces of text and appends them to `streamed`."""
     console = Console(highlight=False, soft_wrap=True)
 
     def stream(text: str) -> None:
         streamed.append(text)
-        encoding = console.encoding  # it may lack characters that the model writes
+        encoding = console.encoding  # which may lack characters that the model writes
         console.file.write(text.encode(encoding, "replace").decode(encoding))
         console.file.flush()
 
@@ -114,7 +124,7 @@ def _ids(text: str | None) -> list[int] | None:
 
 def trace(
     job: JobWords = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Write what every rank did, as JSON.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the trace of all ranks, as JSON.")] = Path(
         "trace.json"
     ),
     html: Html = None,
@@ -127,8 +137,8 @@ def trace(
     up and trace.steps (3) more, and writes one file for all ranks, which
     ui.perfetto.dev opens: every action with stage and microbatch, every
     collective by axis with its bytes, every wait, and next to them the same
-    schedule as the simulator runs it with the measured durations. Nothing else
-    is kept. To trace a longer run on a cluster: fivefold train ... trace.steps=3
+    schedule simulated with the measured durations. Nothing else is kept. To
+    trace a longer run on a cluster: fivefold train ... trace.steps=3
 
     [dim]Examples:[/]
 
@@ -143,10 +153,10 @@ def trace(
     from fivefold.trainer.start import trace as run
 
     if output.suffix.lower() in PAGE_SUFFIXES:
-        raise UserError(f"-o {output} is for what every rank did, as JSON; the page is --html {output}", "output.kind")
+        raise UserError(f"-o {output} writes the trace as JSON; for a page write --html {output}", "output.kind")
     with console_of(stderr=True).status("training the traced steps"):
-        result = run(*split(job), output=output, timeout=timeout)
-    show(result, as_json, remarks=[] if html is None else [write_page(result, html)])
+        result = run(*split_job_and_changes(job), output=output, timeout=timeout)
+    show(result, as_json=as_json, remarks=[] if html is None else [write_page(result, html)])
 
 
 def inspect(
@@ -187,12 +197,15 @@ def inspect(
 
     place = place_of(run)
     if html is not None and not (isinstance(place, Path) and place.is_dir()):
-        raise UserError(
-            f"--html is of a run's directory, or of one that has runs in it, and {run} is neither", "option.conflict"
-        )
+        raise UserError(f"--html needs a run's directory, or one with runs in it; {run} is neither", "option.conflict")
     if html is not None and isinstance(place, Path) and not (place / METRICS_FILE).is_file():  # a directory of runs
         from fivefold.web.report import report
 
-        show(report(place, html, command_line()), as_json)
+        show(report(place, html, command_line()), as_json=as_json)
         return
-    show(inspect_run(place, step), as_json, output, [] if html is None else [write_page(place, html)])
+    show(
+        inspect_run(place, step),
+        as_json=as_json,
+        output=output,
+        remarks=[] if html is None else [write_page(place, html)],
+    )

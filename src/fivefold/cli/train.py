@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, TextIO, cast
 import typer
 from rich.console import Console
 
-from fivefold.cli.options import Json, RunWords, split
+from fivefold.cli.options import Json, RunWords, split_job_and_changes
 from fivefold.launch.exits import say
 from fivefold.support.errors import UserError
 from fivefold.support.progress import is_shown
@@ -68,8 +68,8 @@ def train(
     place of the job file resumes the job that is stored there, and settings
     after it change that job, except for the model. With --json, the steps of the run are
     printed at its end. Ctrl-C saves one more checkpoint and ends with exit
-    code 130; a second Ctrl-C ends at once. SIGTERM, SIGUSR1 and SIGHUP save one,
-    too, and end with 143. Under torchrun or Slurm's srun, the same command joins
+    code 130; a second Ctrl-C ends at once. SIGTERM, SIGUSR1 and SIGHUP also save
+    one, and end with 143. Under torchrun or Slurm's srun, the same command joins
     the ranks that they started.
 
     [dim]Examples:[/]
@@ -101,17 +101,17 @@ def train(
     from fivefold.launch.world import current_world
     from fivefold.trainer.start import job_and_start
 
-    path, changes = split(job)
+    path, changes = split_job_and_changes(job)
     world = current_world()
-    _check_options(nproc, restarts or 0, elastic, world)
-    with _node_named(world):
+    _check_options(nproc, restarts or 0, world, elastic=elastic)
+    with _name_node(world):
         if world.meeting.address:
             world.meeting.resolved()  # fails before torch is imported, and data hashed
         full_job, start = job_and_start(path, changes, fresh=fresh)
         ranks = nproc if nproc > 1 else world.size
-        resolved, world = _arranged(full_job, ranks, world) if elastic else (full_job, world)
+        resolved, world = _arrange(full_job, ranks, world) if elastic else (full_job, world)
         elsewhere = check and resolved.run.cluster and ranks == 1  # a job for a cluster is checked on any machine
-        sources = _sources(resolved, resolved.layout.world if elastic or elsewhere else ranks, world)
+        sources = _check_and_open_data(resolved, resolved.layout.world if elastic or elsewhere else ranks, world)
     if elsewhere:
         check_sharing_there(resolved)
     check_sharing(resolved.train, nproc)
@@ -129,10 +129,10 @@ def train(
     elif world.rank >= resolved.layout.world:
         raise typer.Exit(wait_for_the_others(world, resolved.train.timeout))
     else:
-        raise typer.Exit(_run(resolved, sources, world, start, as_json))
+        raise typer.Exit(_run(resolved, sources, world, start, as_json=as_json))
 
 
-def _sources(job: "Job", ranks: int, world: "World") -> "Splits":
+def _check_and_open_data(job: "Job", ranks: int, world: "World") -> "Splits":
     """Check the job, its data and the storage of its checkpoints; returns the data."""
     from fivefold.checkpoint.storage import check_storage_is_writable
     from fivefold.job.preflight import preflight
@@ -146,8 +146,8 @@ def _sources(job: "Job", ranks: int, world: "World") -> "Splits":
 
 
 @contextmanager
-def _node_named(world: "World") -> Iterator[None]:
-    """Put the rank and node before problems, which this node alone may have: a file or a name that it does not know."""
+def _name_node(world: "World") -> Iterator[None]:
+    """Put the rank and node before problems that may be this node's alone, such as a missing file."""
     try:
         yield
     except UserError as error:
@@ -155,13 +155,13 @@ def _node_named(world: "World") -> Iterator[None]:
         raise UserError(error.framed(prefix)) from None
 
 
-def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
+def _arrange(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
     """The job in the layout for so many ranks, and the world of the ranks that this layout uses."""
     from fivefold.launch.world import PLANNED_ENV
     from fivefold.trainer.elastic_layout import choose
 
     if not job.checkpoint.save:
-        raise UserError("--elastic resumes from checkpoints, and checkpoint.save=false makes none", "elastic.save")
+        raise UserError("--elastic resumes from checkpoints, but checkpoint.save=false writes none", "elastic.save")
     choice = choose(job, ranks, world.local_size if world.joined else ranks)
     if not world.joined:
         return choice.job, world
@@ -196,8 +196,8 @@ def _elastic(job: "Job", nproc: int, words: list[str]) -> "Elastic":
     return Elastic(arrange, gpus, job.elastic.probe)
 
 
-def _check_options(nproc: int, restarts: int, elastic: bool, world: "World") -> None:
-    """Refuse options that make no sense, alone or together."""
+def _check_options(nproc: int, restarts: int, world: "World", *, elastic: bool) -> None:
+    """Refuse options that contradict each other or the launcher."""
     from fivefold.trainer.start import check_ranks, check_restarts
 
     check_ranks(nproc, world)
@@ -208,7 +208,7 @@ def _check_options(nproc: int, restarts: int, elastic: bool, world: "World") -> 
         raise UserError("--restarts needs --nproc: other launchers restart their own ranks", "option.conflict")
 
 
-def _run(job: "Job", sources: "Splits", world: "World", start: "Start", as_json: bool) -> int:
+def _run(job: "Job", sources: "Splits", world: "World", start: "Start", *, as_json: bool) -> int:
     """Run the one rank that this process is; returns the exit code."""
     from fivefold.trainer.rank import run_rank
     from fivefold.trainer.result import TrainResult
@@ -225,7 +225,7 @@ def _run(job: "Job", sources: "Splits", world: "World", start: "Start", as_json:
 
 
 class _IgnoringErrors:
-    """Standard output whose errors are ignored: training goes on after a terminal or pipe is closed, or a disk full."""
+    """Standard output that ignores errors: training continues after a terminal or pipe is closed, or on a full disk."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -243,7 +243,7 @@ class _IgnoringErrors:
             self.stream.flush()
 
     def end(self) -> None:
-        """Flush what is left; if that fails, discard it, as Python would end with exit code 120 for it."""
+        """Flush what is left; if that fails, discard it, as Python would otherwise end with exit code 120."""
         try:
             self.stream.flush()
         except OSError:

@@ -19,10 +19,10 @@ from fivefold.cli.options import (
     counting_bar,
     options_given,
     refuse,
-    split,
+    split_job_and_changes,
     write_page,
 )
-from fivefold.render.blocks import TEXTS, check_writable, console_of, show
+from fivefold.render.blocks import TEXT_SUFFIXES, check_writable, console_of, show
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 
@@ -163,20 +163,20 @@ def verify(
     from fivefold.verifier.verify import verify as prove
 
     if adapter is None or check is not None:  # of the three results, a certificate alone can be drawn
-        check_writable(output, *TEXTS)
+        check_writable(output, *TEXT_SUFFIXES)
     if adapter is not None or check is not None:
         with _stoppable():
             proof = _foreign(context, adapter, check, words or [], timeout)
-        show(proof, as_json, output, [*_file_to_copy(adapter), *_certificate_page(proof, html)])
+        show(proof, as_json=as_json, output=output, remarks=[*_file_to_copy(adapter), *_certificate_page(proof, html)])
         return
     refuse(options_given(context, {"seed": "--seed"}), "is for --adapter; a job has train.seed")
     check_whole_layout(layout, words or [])
-    file, changes = split(words)
+    file, changes = split_job_and_changes(words)
     if curve:
-        show(_curve(context, file, changes, timeout), as_json, output)
+        show(_curve(context, file, changes, timeout), as_json=as_json, output=output)
         return
     if file is not None:
-        _page(Path(file), changes or options_given(context, _OF_PROOFS | _OF_JOBS), html, as_json)
+        _page(Path(file), changes or options_given(context, _PROOF_OPTIONS | _JOB_OPTIONS), html, as_json=as_json)
         return
     with _stoppable(), counting_bar() as progress:
         result = prove(
@@ -184,7 +184,7 @@ def verify(
             everything=everything, world=world, sample=sample, jobs=jobs, repeat=repeat,
             timeout=120.0 if timeout is None else timeout, progress=progress,
         )  # fmt: skip
-    show(result, as_json, output, [] if html is None else [write_page(result, html)])
+    show(result, as_json=as_json, output=output, remarks=[] if html is None else [write_page(result, html)])
 
 
 @contextmanager
@@ -202,8 +202,8 @@ def _foreign(
     """Verify somebody's own training code, or repeat what was certified of it."""
     from fivefold.foreign.verify import STEPS_OF_PROOF, TIMEOUT, check_certificate, verify_adapter
 
-    options = _OF_PROOFS | _OF_JOBS
-    ours = {name: option for name, option in options.items() if name not in _OF_ADAPTERS}
+    options = _PROOF_OPTIONS | _JOB_OPTIONS
+    ours = {name: option for name, option in options.items() if name not in _ADAPTER_OPTIONS}
     refuse(options_given(context, ours | {"curve": "--curve"}), "is for jobs of Fivefold, and --adapter for other code")
     limit = TIMEOUT if timeout is None else timeout
     layout = context.params["layout"]
@@ -244,22 +244,23 @@ def _certificate_page(proof: "Certificate | RepeatedCertificate", html: Path | N
     return [f"page written to {html}"]
 
 
-# {parameter: option}: the options of a proof alone, and those of the job that is proven or trained.
-_OF_PROOFS = {"everything": "--all", "world": "--world", "sample": "--sample", "jobs": "--jobs", "repeat": "--repeat",
-              "html": "--html"}  # fmt: skip
-_OF_JOBS = {name: f"--{name}" for name in ("layout", "model", "dtype", "steps", "seq", "batch", "device", "timeout")}
+# {parameter: option}: options that only a proof has, and options of the job that is proven or trained.
+_PROOF_OPTIONS = {"everything": "--all"} | {name: f"--{name}" for name in ("world", "sample", "jobs", "repeat", "html")}
+_JOB_OPTIONS = {
+    name: f"--{name}" for name in ("layout", "model", "dtype", "steps", "seq", "batch", "device", "timeout")
+}
 
 
-_OF_ADAPTERS = {"layout", "steps", "device", "timeout", "html"}
+_ADAPTER_OPTIONS = {"layout", "steps", "device", "timeout", "html"}
 _SETTINGS = {"layout": "layout", "model": "model", "steps": "train.steps", "seq": "data.seq", "batch": "train.batch",
              "dtype": "train.dtype", "device": "train.device"}  # fmt: skip
 
 
 def _curve(context: typer.Context, file: str | None, changes: list[str], timeout: float | None) -> "CurveResult":
-    """Compare loss curves. Options of the job that were given become settings of the job that is trained."""
+    """Compare loss curves. Job options that were given become settings of the job that is trained."""
     from fivefold.verifier.verify import curve
 
-    refuse(options_given(context, _OF_PROOFS), "belongs to a proof, and --curve compares loss curves; leave one out")
+    refuse(options_given(context, _PROOF_OPTIONS), "cannot be combined with --curve, which compares loss curves")
     settings = [
         f"{key}={context.params[name]}" for name, key in _SETTINGS.items() if options_given(context, {name: name})
     ]
@@ -267,8 +268,8 @@ def _curve(context: typer.Context, file: str | None, changes: list[str], timeout
         return curve(file, changes + settings, timeout=3600.0 if timeout is None else timeout)
 
 
-def _page(file: Path, options: list[str], html: Path | None, as_json: bool) -> None:
-    """Write the page of a proof that `verify --json` has written to a file; `options` are those that were given."""
+def _page(file: Path, options: list[str], html: Path | None, *, as_json: bool) -> None:
+    """Write the page of a proof from the output of `verify --json`; `options` are those that were given."""
     from fivefold.web.report import report
 
     others = [option for option in options if option != "--html"]
@@ -278,12 +279,12 @@ def _page(file: Path, options: list[str], html: Path | None, as_json: bool) -> N
             "or for --curve, if it is a job file",
             "option.missing",
         )
-    refuse(others, f"says what to prove, and {file} is a proof; leave one of them out")
+    refuse(others, f"says what to prove, but {file} is a finished proof; leave one of them out")
     if file.is_dir():
         raise UserError(
             f"{file} is a directory; give what `fivefold verify --json` wrote, or a run to `inspect`", "file.read"
         )
-    show(report(file, html, command_line()), as_json)
+    show(report(file, html, command_line()), as_json=as_json)
 
 
 _Cluster = Annotated[
@@ -342,7 +343,7 @@ def dryrun(
     check_whole_layout(layout, words)
     is_given = {"--rank": rank is not None, "--ranks": bool(ranks), "--stages": bool(stages) or all_stages}
     if len(given := [option for option, is_set in is_given.items() if is_set]) > 1:
-        raise UserError(f"{' and '.join(given)} say different things; give one of them", "option.conflict")
+        raise UserError(f"{' and '.join(given)} choose ranks in different ways; give one of them", "option.conflict")
     pipeline_ranks: Any = "all" if all_stages or stages == "all" else _numbers("--stages", stages, "all, or 0,3")
     with counting_bar() as progress:
         result = run(
@@ -350,7 +351,7 @@ def dryrun(
             rank=rank if rank is not None else _numbers("--ranks", ranks, "0,127,9001"), stages=pipeline_ranks,
             cluster=cluster, imbalance=imbalance, progress=progress,
         )  # fmt: skip
-    show(result, as_json, output)
+    show(result, as_json=as_json, output=output)
 
 
 def _numbers(option: str, text: str, example: str) -> list[int] | None:

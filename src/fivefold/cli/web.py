@@ -12,18 +12,20 @@ UI = "Open the web UI: plan and explore layouts.  [dim]fivefold ui[/]"
 
 
 def ui(
-    port: Annotated[int, typer.Option(help="The port; 0: any free one.")] = 0,
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page, or only print it.")] = True,
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 0,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open a browser, or only print the address.")
+    ] = True,
     runs: Annotated[
-        list[Path] | None, typer.Option(help="A run's directory, or one with runs in it; may be given several times.")
+        list[Path] | None, typer.Option(help="A run's directory, or one with runs in it; repeatable.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Serve the web UI on this machine: move sliders, and see the memory, time and traffic that the planner predicts.
+    """Serve the web UI on this machine: move sliders and see the memory, time and traffic that the planner predicts.
 
-    Only this machine can open it, and only with the address that is printed: it
-    carries a random token. The page needs no network. From the disk it reads only
-    the directories that --runs names.
+    Only this machine can open it, and only by the printed address, which has a
+    random token. The page needs no network, and reads no directories but those
+    that --runs names.
 
     [dim]Examples:[/]
 
@@ -38,4 +40,4 @@ def ui(
     def print_address(text: str) -> None:
         typer.echo(json.dumps({"address": text.split()[1]}) if as_json else text)
 
-    serve(port, runs or (), browser, print_address)
+    serve(port, runs or (), browser=browser, say=print_address)

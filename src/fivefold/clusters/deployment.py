@@ -12,8 +12,8 @@ from fivefold.job.config import Job, lies_in_run
 from fivefold.support.parsing import path_of
 from fivefold.support.text import bytes_text, si
 
-_WRITE_SPEED = 1e9  # bytes per second of a node, to a shared file system: an assumption, on the low side
-_MIN_NOTICE = 300  # seconds: Slurm checks time limits once a minute, and a short step has to end first
+_NODE_WRITE_RATE = 1e9  # bytes/s to a shared file system: an assumption, on the low side
+_MIN_NOTICE_S = 300  # Slurm checks time limits once a minute, and a short step has to end first
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Deployment:
     @cached_property
     def save_seconds(self) -> float:
         """How long the nodes take to write a checkpoint, as assumed."""
-        return self._checkpoint_bytes / (_WRITE_SPEED * self.machines.nodes)
+        return self._checkpoint_bytes / (_NODE_WRITE_RATE * self.machines.nodes)
 
     @property
     def _checkpoint_bytes(self) -> int:
@@ -63,7 +63,7 @@ class Deployment:
     @property
     def save_notice(self) -> int:
         """How many seconds before a time limit ranks are told to save, in whole minutes."""
-        return -(-int(_MIN_NOTICE + (self.step_seconds or 0) + 2 * self.save_seconds) // 60) * 60
+        return -(-int(_MIN_NOTICE_S + (self.step_seconds or 0) + 2 * self.save_seconds) // 60) * 60
 
     @property
     def save_estimate(self) -> str:

@@ -15,8 +15,8 @@ from fivefold.support.errors import UserError
 
 IMAGE, CLAIM = "FILL_IN_IMAGE", "FILL_IN_CLAIM"  # neither is a legal name, so Kubernetes refuses them
 _VOLUME, _JOB_FILE = "/work", "/etc/fivefold/job.toml"
-_MAX_CONFIG_MAP = 1 << 20  # bytes of a ConfigMap: kubernetes.io/docs/concepts/configuration/configmap
-_THREADS = 8  # of a rank; the cluster decides how many cores a pod gets
+_MAX_CONFIG_MAP_BYTES = 1 << 20  # kubernetes.io/docs/concepts/configuration/configmap
+_THREADS_PER_RANK = 8  # the cluster decides how many cores a pod gets
 Table = dict[str, Any]
 
 # ---- manifests -------------------------------------------------------------------------------------------------------
@@ -124,8 +124,8 @@ def notes(deployment: Deployment) -> list[str]:
 def _config_map(deployment: Deployment, name: str) -> Table:
     """The job file."""
     meta, text = {"name": f"{name}-job"}, to_toml(deployment.job)
-    if (size := len(text.encode())) > _MAX_CONFIG_MAP:
-        most = f"a ConfigMap of Kubernetes holds {_MAX_CONFIG_MAP}; shorten its texts"
+    if (size := len(text.encode())) > _MAX_CONFIG_MAP_BYTES:
+        most = f"a ConfigMap of Kubernetes holds {_MAX_CONFIG_MAP_BYTES}; shorten its texts"
         raise UserError(f"the job has {size} bytes, and {most}", "launch.job.size")
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"job.toml": text}}
 
@@ -189,7 +189,7 @@ def _environment(deployment: Deployment) -> list[Table]:
     comments: Table = {}
     for variable in [
         shutdown_timeout(deployment),
-        *rank_variables(deployment.machines, str(_THREADS), "/tmp/fivefold", runs),
+        *rank_variables(deployment.machines, str(_THREADS_PER_RANK), "/tmp/fivefold", runs),
     ]:
         key = f"#{variable.name}"
         if variable.enabled:

@@ -74,7 +74,7 @@ class LaunchResult(Result):
 # ---- launch ---------------------------------------------------------------------------------------------------------
 
 
-_SBATCH_TIMEOUT = 120  # seconds
+_SBATCH_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
@@ -275,12 +275,12 @@ def _submit(file: Path) -> str:
     """Submit a file to Slurm; returns its job id."""
     try:
         command = ["sbatch", "--parsable", str(file.absolute())]  # absolute, so that no name is taken for an option
-        completed = subprocess.run(command, capture_output=True, text=True, timeout=_SBATCH_TIMEOUT)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=_SBATCH_TIMEOUT_S)
     except FileNotFoundError:
         message = f"there is no sbatch on this machine; {file} is written: submit it where Slurm is"
         raise UserError(message, "launch.sbatch.missing") from None
     except subprocess.TimeoutExpired:
-        message = f"sbatch has not answered for {_SBATCH_TIMEOUT} s; whether {file} is queued: squeue --me"
+        message = f"sbatch has not answered for {_SBATCH_TIMEOUT_S} s; whether {file} is queued: squeue --me"
         raise UserError(message, "launch.sbatch.silent") from None
     if completed.returncode:
         lines = (line.removeprefix("sbatch: ").removeprefix("error: ") for line in completed.stderr.splitlines())

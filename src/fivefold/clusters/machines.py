@@ -93,7 +93,7 @@ def min_elastic_nodes(job: Job, wanted: Machines) -> int:
             "elastic.nodes",
         )
     if not job.checkpoint.save:
-        raise UserError("--elastic resumes from checkpoints, and checkpoint.save=false makes none", "elastic.save")
+        raise UserError("--elastic resumes from checkpoints, but checkpoint.save=false writes none", "elastic.save")
     if least > world:
         more = f"elastic.least={least} is more than the {world} ranks of {wanted}; nearest: {world}"
         raise UserError(more, "elastic.least.ranks")

@@ -34,7 +34,7 @@ _NAME = re.compile(r"[\w.,@+-]+")
 _ASCII = re.compile(_NAME.pattern, re.ASCII)
 # Slurm's time limits: minutes, minutes:seconds, hours:minutes:seconds; after "days-" hours, hours:minutes ...
 _TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{2}))?(?::(\d{2}))?", re.ASCII)
-USUAL_TIME = "24:00:00"
+DEFAULT_TIME_LIMIT = "24:00:00"
 _IMAGE = re.compile(r"[\w./:@+-]+", re.ASCII)
 _ENROOT = re.compile(r"[\w./:@+#-]+", re.ASCII)  # REGISTRY#IMAGE
 
@@ -66,7 +66,7 @@ class LaunchOptions:
     @property
     def time_limit(self) -> int:
         """The time limit of one start, in seconds."""
-        match = _TIME.fullmatch(self.time or USUAL_TIME)
+        match = _TIME.fullmatch(self.time or DEFAULT_TIME_LIMIT)
         assert match, "checked by `problems`"
         days, *rest = match.groups()
         numbers = [int(number) for number in rest if number is not None]

@@ -27,7 +27,7 @@ from fivefold.support.text import printable
 
 # Control characters, those that end a line for some reader, and surrogates, which stand for bytes that are not UTF-8.
 _FORBIDDEN = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-_MAX_COMMAND = 24_000  # bytes of a command: ssh gets it quoted once more, as one word, of which Linux takes 128 KiB
+_MAX_COMMAND_BYTES = 24_000  # ssh gets it quoted once more, as one word, of which Linux takes 128 KiB
 
 
 def quote(text: str, instead: str = "leave it out") -> str:
@@ -45,10 +45,10 @@ def quote_command(
     instead = "leave it out, or write the setting into the job file"
     words = [*map(quote, program), *([quote(_no_option(file))] if file else [])]
     text = " ".join([*words, *(quote(setting, instead) for setting in settings), *map(quote, options)])
-    if (size := len(text.encode())) > _MAX_COMMAND:
+    if (size := len(text.encode())) > _MAX_COMMAND_BYTES:
         raise UserError(
-            f"`{shlex.join(program)}` with its settings has {size} bytes, and {_MAX_COMMAND} at most are sure to reach "
-            "every host; write the settings into the job file",
+            f"`{shlex.join(program)}` with its settings has {size} bytes; at most {_MAX_COMMAND_BYTES} are sure to "
+            "reach every host; write the settings into the job file",
             "launch.command.length",
         )
     return text
@@ -109,11 +109,11 @@ def _lines(value: dict[str, Any]) -> list[str]:
         if key.startswith("#"):
             lines += comment_lines(inner)
         elif isinstance(inner, dict) and inner:
-            lines += [f"{key}:", *_indented(_lines(inner))]
+            lines += [f"{key}:", *_indent(_lines(inner))]
         elif isinstance(inner, list) and inner:
             lines += [f"{key}:", *(line for item in inner for line in _item(item))]
         elif isinstance(inner, str) and _BLOCK.fullmatch(inner):
-            lines += [f"{key}: |", *_indented(inner.splitlines())]
+            lines += [f"{key}: |", *_indent(inner.splitlines())]
         else:
             lines.append(f"{key}: {_scalar(inner)}")
     return lines
@@ -121,15 +121,15 @@ def _lines(value: dict[str, Any]) -> list[str]:
 
 def _item(item: Any) -> list[str]:
     if isinstance(item, str) and _BLOCK.fullmatch(item):
-        return ["- |", *_indented(item.splitlines())]
+        return ["- |", *_indent(item.splitlines())]
     if not isinstance(item, dict) or not item:
         return [f"- {_scalar(item)}"]
     lines = _lines(item)
     first = next(number for number, line in enumerate(lines) if not line.startswith("#"))
-    return [*lines[:first], f"- {lines[first]}", *_indented(lines[first + 1 :])]
+    return [*lines[:first], f"- {lines[first]}", *_indent(lines[first + 1 :])]
 
 
-def _indented(lines: list[str]) -> list[str]:
+def _indent(lines: list[str]) -> list[str]:
     return [f"  {line}" if line else "" for line in lines]
 
 

@@ -15,7 +15,7 @@ The script relies on these facts, which were tried with Slurm 22.05:
 from fivefold.clusters import slurm_elastic
 from fivefold.clusters.deployment import Deployment
 from fivefold.clusters.environment import export_lines, rank_variables
-from fivefold.clusters.options import USUAL_TIME, LaunchOptions
+from fivefold.clusters.options import DEFAULT_TIME_LIMIT, LaunchOptions
 from fivefold.clusters.quoting import comment_lines, fill_template, quote, quote_command, quote_path
 from fivefold.support.errors import UserError
 
@@ -160,7 +160,7 @@ def sbatch(deployment: Deployment, file: str, options: LaunchOptions) -> str:
             f"({deployment.save_estimate}). Then, and when a node is lost or the job is preempted, it is requeued "
             "and resumes from its last checkpoint."
         ),
-        "TIME": options.time or USUAL_TIME,
+        "TIME": options.time or DEFAULT_TIME_LIMIT,
         "NOTICE": notice,
         "RESTARTS": options.restarts,
         "PREPARE": _check_lines(deployment, options.container or ""),

@@ -73,6 +73,14 @@ def stage_share(spec: ModelSpec, tp: int, ep: int, stage: Stage) -> ParamShare:
     return ParamShare(dense, sum(count * share.experts for share, count in shares))
 
 
+def parameters_per_rank(spec: ModelSpec, tp: int, ep: int) -> float:
+    """The parameters of a rank that has all layers, sharded over tp and ep."""
+    layers = spec.counted().items()
+    blocks = sum(count * block_share(spec, tp, ep, layer).total for layer, count in layers)
+    unsharded = sum(count * block_share(spec, 1, 1, layer).total for layer, count in layers)
+    return float(blocks + (spec.parameter_count - unsharded) / tp)
+
+
 def moe_matmuls(spec: ModelSpec, layer: Layer, tp: int = 1) -> list[Matmul]:
     """The matmuls of a layer's mixture of experts: the router's, the experts' and the shared one's."""
     return block(spec, tp, layer).of(layer.mlp.place if layer.mlp else "")

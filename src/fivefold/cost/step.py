@@ -31,8 +31,7 @@ from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.registry import build
 from fivefold.schedules.schedule import Schedule
 from fivefold.schedules.simulate import Simulation, simulate
-from fivefold.spec.model import Attention as Counting
-from fivefold.spec.model import ModelSpec
+from fivefold.spec.model import AttentionFlopCounting, ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block
 from fivefold.support.dtypes import dtype_of_bytes
 from fivefold.support.tuple_arithmetic import plus, scaled
@@ -201,11 +200,11 @@ class Workload:
     def stages(self) -> tuple[Stage, ...]:
         return stages_of(self.spec, self.layout, self.seq)
 
-    def flops(self, counting: Counting = "full") -> float:
+    def flops(self, counting: AttentionFlopCounting = "full") -> float:
         """Model FLOPs of a step."""
         return float(self.spec.flops_per_token(self.seq, counting)) * self.batch * self.seq
 
-    def mfu(self, seconds: float, counting: Counting = "full") -> float:
+    def mfu(self, seconds: float, counting: AttentionFlopCounting = "full") -> float:
         """Model FLOPs utilization, by the makers' rates of the devices that the layout uses."""
         peak = sum(group.world * group.accelerator.rate(self.precision) for group in self.cluster.groups)
         return self.flops(counting) / seconds / (peak * self.layout.world / self.cluster.world)

@@ -159,9 +159,14 @@ SYSTEMS: dict[str, SoftwareProfile] = {
 }
 
 
+def check_system_name(name: str) -> None:
+    """Refuse a name that no system has; upper case and blanks around it do not matter."""
+    if name.strip().lower() not in SYSTEMS:
+        raise UserError(f"unknown software {name!r}; {did_you_mean(name, list(SYSTEMS))}", "software.unknown")
+
+
 def software_of(name: str, device: Accelerator | None = None) -> SoftwareProfile:
     """By name, on a device: a CPU runs this code in another way than a GPU."""
-    profile = SYSTEMS.get(name.strip().lower())
-    if profile is None:
-        raise UserError(f"unknown software {name!r}; {did_you_mean(name, list(SYSTEMS))}", "software.unknown")
+    check_system_name(name)
+    profile = SYSTEMS[name.strip().lower()]
     return ON_CPUS if profile is FIVEFOLD and device is not None and device.is_cpu else profile

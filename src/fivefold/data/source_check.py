@@ -1,4 +1,4 @@
-"""A data source before a run: what it opens has what is needed, and is pure in the position."""
+"""A data source before a run: what it opens has what is needed, is pure in the position, and counts what it gives."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +23,8 @@ def check(source: DataSource, before_reading: Callable[[Splits], None] = lambda 
     for split, row in splits.rows.items():
         if impure := next(_impure(row, again.rows[split], source.seq), ""):
             raise UserError(Problem("data.source.pure", f"{name} is not pure in the position: {split} {impure}"))
+        if miscounted := next(_miscounted(row, source.seq), ""):
+            raise UserError(Problem("data.source.count", f"{name} miscounts {split}: {miscounted}"))
     for store in splits.stores:
         store.files.touched.clear()  # no step has read them
     return splits
@@ -57,9 +59,8 @@ def _lacks(splits: Any) -> Iterator[str]:
 
 def _impure(row: TokenRow, again: TokenRow, seq: int) -> Iterator[str]:
     """Where two readings differ: of the same window, of one cut in two, by another that was opened."""
-    length = min(seq + 1, row.tokens)
-    for start in sorted({0, (row.tokens - length) // 2, row.tokens - length}):
-        stop, cut = start + length, start + length // 3 + 1
+    for start, stop in _windows(row, seq):
+        cut = start + (stop - start) // 3 + 1
         whole = read_window(row, start, stop)
         readings = {
             "read a second time": read_window(row, start, stop),
@@ -74,3 +75,25 @@ def _impure(row: TokenRow, again: TokenRow, seq: int) -> Iterator[str]:
                 if not np.array_equal(before, now):
                     at = start + int(np.argmax(before != now))
                     yield f"has other {name} at {at} if [{start}, {stop}) is {how}"
+
+
+def _miscounted(row: TokenRow, seq: int) -> Iterator[str]:
+    """Where `loss_tokens` counts other targets than `read` gives: of a sample's targets, as a step asks, of all tokens
+    of a window, and of one token on either side of where masks change, where a count that is off by one shows."""
+    for start, stop in _windows(row, seq):
+        loss = read_window(row, start, stop).loss
+        ranges = [(start + 1, stop), (start, stop)]
+        if len(changes := np.flatnonzero(loss[1:] != loss[:-1])):
+            at = start + int(changes[0])
+            ranges += [(at, at + 1), (at + 1, at + 2)]
+        for first, last in ranges:
+            counted = row.loss_tokens(first, last)
+            given = int(np.count_nonzero(loss[first - start : last - start]))
+            if not isinstance(counted, int | np.integer) or counted != given:
+                yield f"loss_tokens({first}, {last}) gave {counted!r}, and read gives {given} tokens with loss there"
+
+
+def _windows(row: TokenRow, seq: int) -> list[tuple[int, int]]:
+    """The first window of the row, one in its middle, and the last."""
+    length = min(seq + 1, row.tokens)
+    return [(start, start + length) for start in sorted({0, (row.tokens - length) // 2, row.tokens - length})]

@@ -140,8 +140,8 @@ def _rows(job: Job, coords: RankCoords, imbalance: float) -> Rows | None:
 # ---- result ---------------------------------------------------------------------------------------------------------
 
 
-_MAX_DETAILED = 4  # with more ranks only the first is shown in full
-HEIGHT = 640.0  # of the picture
+_MAX_FULL_RANKS = 4  # of more ranks only the first is shown in full
+PICTURE_HEIGHT = 640.0
 GB = 1e9
 
 
@@ -169,11 +169,11 @@ class DryRunResult(Result):
         device, runs, job = self.machines.groups[0].accelerator, [rank.dry for rank in self.ranks], self.job
         moments = [_computing(run) for run in runs]
         subtitle = f"{job.model.name} as {job.layout}: {job.train.batch} sequences of {job.data.seq:,} tokens"
-        scene = sheet(f"Memory of {plural(len(runs), 'rank')} through a training step", subtitle, HEIGHT)
+        scene = sheet(f"Memory of {plural(len(runs), 'rank')} through a training step", subtitle, PICTURE_HEIGHT)
         most = max(device.memory, *(run.peak for run in runs)) / GB
         first = max(moments, key=len)
         ends = (len(first), 1.08 * most)
-        plot = Plot(scene, 110, TOP + 10, WIDTH - 110 - MARGIN, HEIGHT - TOP - 170, (0, 0), ends)
+        plot = Plot(scene, 110, TOP + 10, WIDTH - 110 - MARGIN, PICTURE_HEIGHT - TOP - 170, (0, 0), ends)
         plot.axis_y("GB, at most in each action")
         plot.limit(device.memory / GB, f"{device.name}: {device.memory / GB:.0f} GB", INK)
         _name_moments(plot, first, runs[moments.index(first)].rank if len(runs) > 1 else None)
@@ -197,7 +197,7 @@ class DryRunResult(Result):
             yield Text(_routing(job, self.imbalance))
         if len(self.ranks) > 1:
             yield _stages(self.ranks)
-        for rank in self.ranks[:1] if len(self.ranks) > _MAX_DETAILED else self.ranks:
+        for rank in self.ranks[:1] if len(self.ranks) > _MAX_FULL_RANKS else self.ranks:
             yield from _rank(rank)
         if self.advice:
             yield Text(self.advice, "bad")

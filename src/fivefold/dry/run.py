@@ -145,7 +145,7 @@ def _ranks(
 ) -> list[int]:
     """The ranks to run; for pipeline ranks, the first of each."""
     if rank is not None and stages is not None:
-        raise UserError("--rank and --stages say different things; give one of them", "option.conflict")
+        raise UserError("--rank and --stages choose ranks in different ways; give one of them", "option.conflict")
     if stages is not None:
         pp_ranks = list(range(layout.pp)) if stages == "all" else [int(stage) for stage in stages]
         if outside := [stage for stage in pp_ranks if not 0 <= stage < layout.pp]:

@@ -84,7 +84,7 @@ def text_of(directory: Place, data: DataSource | None, vocab: int) -> GeneratedT
 # ---- request --------------------------------------------------------------------------------------------------------
 
 
-_USEFUL_SETTINGS = {"tp", "pp", "split", "ep", "dispatch"}
+_LAYOUT_SETTINGS = {"tp", "pp", "split", "ep", "dispatch"}
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ def generate(
     return answers
 
 
-def _model(request: Request, needs_text: bool) -> tuple[Job, Place, GeneratedText | None, Place]:
+def _model(request: Request, *, needs_text: bool) -> tuple[Job, Place, GeneratedText | None, Place]:
     """The job to generate with, its weights, its tokenizer, and the directory of the run or Hugging Face model."""
     layout = Layout.parse(request.layout)
-    if strange := sorted(set(layout.given()) - _USEFUL_SETTINGS):
+    if strange := sorted(set(layout.given()) - _LAYOUT_SETTINGS):
         named = ", ".join(strange)
         raise UserError(
             f"--layout {request.layout}: {named} does not help to generate; tp and pp do, and ep within tp",
@@ -176,9 +176,9 @@ def _model(request: Request, needs_text: bool) -> tuple[Job, Place, GeneratedTex
         spec, weights, directory = made_by.model, checkpoint.path, run_of(checkpoint)
         words = text_of_run(checkpoint, made_by) if needs_text else None
     if request.dtype not in DTYPES:
-        raise UserError(f"--dtype {request.dtype} is none of {', '.join(DTYPES)}", "option.choice")
+        raise UserError(f"--dtype {request.dtype} is not one of {', '.join(DTYPES)}", "option.choice")
     if request.device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"--device {request.device} is none of auto, cpu, cuda", "option.choice")
+        raise UserError(f"--device {request.device} is not one of auto, cpu, cuda", "option.choice")
     if request.share_gpu not in ("gloo", "nccl"):
         raise UserError(f"--share-gpu {request.share_gpu} is neither gloo nor nccl", "option.choice")
     # Not compiled: every length of text is another shape.

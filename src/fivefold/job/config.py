@@ -21,7 +21,7 @@ from fivefold.job.listeners import LISTENERS, listener_problems, names_in
 from fivefold.job.table import NESTED_KEYS, Table, apply, model_of
 from fivefold.layout.layout import Layout, schedule_named
 from fivefold.losses import LOSSES
-from fivefold.losses.base import Loss
+from fivefold.losses.base import Loss, reduced_problems
 from fivefold.losses.cross_entropy import CrossEntropy
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.adamw import AdamW
@@ -161,7 +161,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             *((name, self._ranges(name)) for name in SECTIONS if name != "layout"),
             ("optimizer", own := OPTIMIZERS.problems(self.optimizer)),
             ("optimizer model", [] if model or own else group_problems(self.optimizer, self.model.parameters())),
-            ("loss", LOSSES.problems(self.loss)),
+            ("loss", [*LOSSES.problems(self.loss), *reduced_problems(self.loss)]),
             ("train layout model data", self._fp8()),
             ("train model", self._fp8_experts()),
             ("train model", self._balance()),

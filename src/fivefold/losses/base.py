@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from fivefold.support.errors import Problem
+from fivefold.support.errors import Problem, UserError
+from fivefold.support.plugin_calls import Wanted, ask, value_text
 from fivefold.support.plugin_settings import class_shortcomings
 from fivefold.support.plugins import untrusted_problem
 
@@ -90,6 +91,21 @@ _METHODS = {
     "slope": "(self, logits, lse, sums, words)",
     "plain": "(self, logits, targets), which verify holds it against",
 }
+
+
+_SUMS = Wanted(
+    "a whole number of sums, 0 or more",
+    lambda result: "" if type(result) is int and result >= 0 else value_text(result),
+)
+
+
+def reduced_problems(loss: Loss) -> list[str]:
+    """What is wrong with how many sums it says it has: ranks count on that when they send them."""
+    try:
+        ask(loss, "reduced", wanted=_SUMS)
+    except UserError as error:
+        return error.coded
+    return []
 
 
 class UnknownLoss(Loss, frozen=True, kw_only=True):

@@ -42,7 +42,7 @@ from fivefold.support.ranges import MAX_RANKS, check_range, within
 from fivefold.support.text import plural
 
 T = TypeVar("T")
-ROUNDS = 3  # measurements of a core: other work on the machine may spoil one
+CORE_ROUNDS = 3  # measurements of a core: other work on the machine may spoil one
 STEPS = (
     *("products for seconds", "a sweep of products", "fp8", "attention", "a block in training"),
     *("streams", "launches", "collectives"),
@@ -68,12 +68,14 @@ def calibrate(
     samples = measure(chosen, quick, report)
     report(STEPS[-1])
     world = torch.cuda.device_count() if chosen.type == "cuda" else min(2, cores())
-    return _fitted(chosen, samples, quick, world)
+    return _fit_result(chosen, samples, quick, world)
 
 
 def core_samples(busy: int) -> list[Samples]:
     """Measure `busy` cores of this machine at once: they share its memory bandwidth, so each has less of it."""
-    by_rank: list[list[Samples]] = processes.run(busy, "fivefold.machines.calibrate:busy_core", ROUNDS, timeout=600)
+    by_rank: list[list[Samples]] = processes.run(
+        busy, "fivefold.machines.calibrate:busy_core", CORE_ROUNDS, timeout=600
+    )
     return [sample for samples in by_rank for sample in samples]
 
 
@@ -88,7 +90,7 @@ def busy_core(rank: processes.Rank, rounds: int) -> list[Samples]:
 
 def usual_core(samples: list[Samples], busy: int) -> Accelerator:
     """The median core. The more samples of a noisy machine, the better."""
-    return _fitted(torch.device("cpu"), usual_samples(samples), quick=True, world=busy).accelerator
+    return _fit_result(torch.device("cpu"), usual_samples(samples), quick=True, world=busy).accelerator
 
 
 def usual_samples(samples: list[Samples]) -> Samples:
@@ -100,7 +102,7 @@ def usual_samples(samples: list[Samples]) -> Samples:
     return replace(by_speed[len(by_speed) // 2], host=(forward, backward), update=update)
 
 
-def _fitted(device: torch.device, samples: Samples, quick: bool, world: int) -> CalibrationResult:
+def _fit_result(device: torch.device, samples: Samples, quick: bool, world: int) -> CalibrationResult:
     """Measure the links between `world` ranks, and fit the constants. One GPU alone has no links."""
     links: list[Timing] = []
     if world > 1:
@@ -177,7 +179,7 @@ def ceilings(device: torch.device, rate: float, bandwidth: float) -> Accelerator
 
 PURPOSE = "a calibration"
 _PACE = {"cuda": 2.0, "cpu": 1.5}  # seconds of a round in which ranks run blocks at once
-_LONGEST = 900.0  # seconds for the ranks of this machine
+_TIMEOUT_S = 900.0  # seconds for the ranks of this machine
 
 
 def calibrate_ranks(device: str = "auto", nproc: int | None = None, quick: bool = False) -> RanksResult:
@@ -185,7 +187,7 @@ def calibrate_ranks(device: str = "auto", nproc: int | None = None, quick: bool 
     chosen = choose_device(device)
     size = nproc or (torch.cuda.device_count() if chosen.type == "cuda" else cores())
     check_range("nproc", size, within(2, MAX_RANKS, "one rank has nothing to compare with"))
-    speeds = processes.run(size, "fivefold.machines.calibrate:local_rank_speed", device, quick, timeout=_LONGEST)
+    speeds = processes.run(size, "fivefold.machines.calibrate:local_rank_speed", device, quick, timeout=_TIMEOUT_S)
     return RanksResult(speeds)
 
 
@@ -200,7 +202,7 @@ def calibrate_launched_ranks(world: worlds.World, device: str, quick: bool) -> R
     """Measure the ranks that torchrun or Slurm has started, of which this process is one. Returns the result on rank 0,
     None on the others."""
     chosen, job = choose_device(device, world.local_rank), read_job(None, [])
-    with watch(_LONGEST, world.rank, world.size):
+    with watch(_TIMEOUT_S, world.rank, world.size):
         group.join(world, choose_backend(chosen, world.local_size), job.train.timeout, claim(job, "", world, PURPOSE))
         try:
             speeds = gather_values(rank_speed(chosen, world.local_size, quick), RankSpeed)
@@ -212,7 +214,7 @@ def calibrate_launched_ranks(world: worlds.World, device: str, quick: bool) -> R
 def rank_speed(device: torch.device, local_size: int, quick: bool) -> RankSpeed:
     """Measure this rank while all others measure themselves; collective over all. `local_size`: ranks of this node."""
     time_blocks, block_seconds, samples = block_timer(device, quick), list[float](), list[Samples]()
-    for _ in range(1 if quick else ROUNDS):
+    for _ in range(1 if quick else CORE_ROUNDS):
         dist.barrier()
         block_seconds.append(time_blocks())
         dist.barrier()
@@ -252,7 +254,7 @@ def block_timer(device: torch.device, quick: bool) -> Callable[[], float]:
 
 
 def _block(device: torch.device) -> tuple[ModelSpec, int, int]:
-    return of_device(device.type == "cuda", quick=True)
+    return of_device(on_gpu=device.type == "cuda", quick=True)
 
 
 def _accelerator(device: torch.device, samples: Samples, local_size: int) -> Accelerator:

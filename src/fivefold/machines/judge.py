@@ -204,18 +204,20 @@ def flops_text(value: float) -> str:
 
 
 K = TypeVar("K", bound=Hashable)
-# A figure below so much of the median of its peers, or of what the planner expects, is an outlier.
-RATE = 0.7  # FLOP/s of matmuls on a GPU
-CORE = 0.5  # FLOP/s of matmuls on a CPU: two hyperthreads share the units of a core, and one of them may be idle
-LINK = 0.5  # bandwidth
-DISK = 0.5  # bandwidth of the disk
-LATE = 3.0  # a latency above so many times the median of its peers is an outlier
-_LATER = 200e-6  # if it is also longer by so many seconds
-SKEW = 1.0  # seconds between clocks
-_FILES = 8  # open files for each rank of the world: gloo keeps connections to all ranks, in several groups
-_SHARED = 1 << 30  # bytes of /dev/shm, through which GPUs of a node may exchange
-_LOCKED = 1 << 30  # bytes of memory that RDMA may pin
-_NEITHER = "with only two, the outlier cannot be determined"
+# A figure below this share of the median of its peers, or of what the planner expects, is an outlier.
+MIN_GPU_RATE = 0.7  # FLOP/s of matmuls on a GPU
+MIN_CORE_RATE = (
+    0.5  # FLOP/s of matmuls on a CPU: two hyperthreads share the units of a core, and one of them may be idle
+)
+MIN_LINK = 0.5  # bandwidth
+MIN_DISK_RATE = 0.5  # bandwidth of the disk
+MAX_DELAY = 3.0  # times the median of its peers; above it a latency is an outlier
+_MIN_EXTRA_LATENCY_S = 200e-6  # if it is also longer by this
+MAX_CLOCK_SKEW_S = 1.0
+_FILES_PER_RANK = 8  # open files for each rank of the world: gloo keeps connections to all ranks, in several groups
+_MIN_SHM_BYTES = 1 << 30  # of /dev/shm, through which GPUs of a node may exchange
+_MIN_LOCKED_BYTES = 1 << 30  # of memory that RDMA may pin
+_TWO_PEERS_SENTENCE = "with only two, the outlier cannot be determined"
 
 
 def findings(exam: Examination) -> list[str]:
@@ -256,20 +258,24 @@ def below_peers(values: Mapping[K, float], share: float) -> dict[K, float]:
 
 
 def slow_ranks(exam: Examination) -> Iterator[str]:
-    share = CORE if exam.reports[0].cpu else RATE
-    yield from _slow_ranks(exam, "matmuls", {report.rank: report.rate for report in exam.reports}, share, flops_text)
+    rates = {report.rank: report.rate for report in exam.reports}
+    yield from _slow_ranks(exam, "matmuls", rates, _min_rate(exam), flops_text)
+
+
+def _min_rate(exam: Examination) -> float:
+    return MIN_CORE_RATE if exam.reports[0].cpu else MIN_GPU_RATE
 
 
 def _slow_ranks(
     exam: Examination, what: str, values: Mapping[int, float], share: float, text: Callable[[float], str]
 ) -> Iterator[str]:
-    """A sentence about the ranks whose values are outliers; those of a node are named in one part."""
+    """A sentence about the ranks whose values are outliers, by node."""
     medians = below_peers(values, share)
     if not medians:
         return
     if len(values) == 2:
         parts = [f"{exam.located([rank])} reaches {text(value)}" for rank, value in values.items()]
-        yield f"{what}: {' and '.join(parts)}; {_NEITHER}"
+        yield f"{what}: {' and '.join(parts)}; {_TWO_PEERS_SENTENCE}"
         return
     slowest = min(medians, key=lambda rank: values[rank])
     value, middle = values[slowest], medians[slowest]
@@ -297,11 +303,11 @@ def _versions(exam: Examination) -> Iterator[str]:
 
 def clocks(exam: Examination) -> Iterator[str]:
     for node, (first, *_) in exam.nodes.items():
-        if abs(first.ahead) - first.unsure > SKEW:
+        if abs(first.ahead) - first.unsure > MAX_CLOCK_SKEW_S:
             where = "ahead of" if first.ahead > 0 else "behind"
             yield (
                 f"clocks: that of node {short(node)} is {abs(first.ahead):.3f} s {where} that of rank 0 on "
-                f"{short(exam.reports[0].node)} (outlier above {SKEW:g} s)"
+                f"{short(exam.reports[0].node)} (outlier above {MAX_CLOCK_SKEW_S:g} s)"
             )
 
 
@@ -321,8 +327,8 @@ def _disks(exam: Examination) -> Iterator[str]:
         )
     writes = {rank: disk.write for rank, disk in writable.items()}
     reads = {rank: disk.read for rank, disk in writable.items()}
-    yield from _slow_ranks(exam, "disk: writes to run.dir", writes, DISK, rate_text)
-    yield from _slow_ranks(exam, "disk: reads from run.dir", reads, DISK, rate_text)
+    yield from _slow_ranks(exam, "disk: writes to run.dir", writes, MIN_DISK_RATE, rate_text)
+    yield from _slow_ranks(exam, "disk: reads from run.dir", reads, MIN_DISK_RATE, rate_text)
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
@@ -332,32 +338,34 @@ def _links(exam: Examination) -> Iterator[str]:
     for axis, rings in exam.rings.items():
         for what, field in (("all-reduces", "reduce"), ("all-gathers", "gather")):
             values = {tuple(ring.ranks): getattr(ring, field) for ring in rings}
-            medians = below_peers(values, LINK)
+            medians = below_peers(values, MIN_LINK)
             if medians and len(values) == 2:
                 parts = [f"{rate_text(value)} among {exam.located(ranks)}" for ranks, value in values.items()]
-                yield f"{axis}: {what} reach {' and '.join(parts)}; {_NEITHER}"
+                yield f"{axis}: {what} reach {' and '.join(parts)}; {_TWO_PEERS_SENTENCE}"
             elif medians:
                 slowest = min(medians, key=lambda ranks: values[ranks])
                 yield (
                     f"{axis}: {what} among {listed(list(medians), exam.located)} reach {rate_text(values[slowest])}, "
-                    f"and {rate_text(medians[slowest])} in the median of the other groups (outlier below {LINK:.0%})"
+                    f"and {rate_text(medians[slowest])} in the median of the other groups "
+                    f"(outlier below {MIN_LINK:.0%})"
                 )
         frequencies = {tuple(ring.ranks): 1 / ring.latency for ring in rings}  # a long latency is a low one
-        medians = below_peers(frequencies, 1 / LATE)
+        medians = below_peers(frequencies, 1 / MAX_DELAY)
         for ring in rings:
             usual = 1 / medians.get(tuple(ring.ranks), 1 / ring.latency)
-            if len(rings) > 2 and ring.latency > usual + _LATER:
+            if len(rings) > 2 and ring.latency > usual + _MIN_EXTRA_LATENCY_S:
                 yield (
                     f"{axis}: a small all-reduce among {exam.located(ring.ranks)} takes {1e6 * ring.latency:.0f} us, "
-                    f"and {1e6 * usual:.0f} us in the median of the other groups (outlier above {LATE:g} times that)"
+                    f"and {1e6 * usual:.0f} us in the median of the other groups "
+                    f"(outlier above {MAX_DELAY:g} times that)"
                 )
         yield from _sends(exam, axis)
         expected = exam.expected_link(axis)
-        if expected and (slow := [ring for ring in rings if ring.reduce < LINK * expected]):
+        if expected and (slow := [ring for ring in rings if ring.reduce < MIN_LINK * expected]):
             yield (
                 f"{axis}: all-reduces among {listed([ring.ranks for ring in slow], exam.located)} reach "
                 f"{rate_text(min(ring.reduce for ring in slow))}, and the planner expects {rate_text(expected)} "
-                f"(outlier below {LINK:.0%})"
+                f"(outlier below {MIN_LINK:.0%})"
             )
 
 
@@ -371,7 +379,7 @@ def _sends(exam: Examination, axis: str) -> Iterator[str]:
             for pair, value in bandwidths.items()
             if (node[pair[0]] == node[pair[1]]) == (where == "inside a node")
         }
-        medians = below_peers(values, LINK)
+        medians = below_peers(values, MIN_LINK)
         if not medians or len(values) < 3:
             continue
         # Where all links of a rank are slow, and it has several, the rank is the cause.
@@ -381,7 +389,7 @@ def _sends(exam: Examination, axis: str) -> Iterator[str]:
         slowest = min(medians, key=lambda pair: values[pair])
         yield (
             f"{axis}: messages {who} reach {rate_text(values[slowest])}, and {rate_text(medians[slowest])} in the "
-            f"median of the other links {where} (outlier below {LINK:.0%})"
+            f"median of the other links {where} (outlier below {MIN_LINK:.0%})"
         )
 
 
@@ -392,13 +400,13 @@ def _slow_for_the_planner(exam: Examination) -> Iterator[str]:
     ranks_by_expected: dict[float, list[int]] = defaultdict(list)
     for report in exam.reports:
         expected = exam.expected_rate(report)
-        if expected and report.rate < (CORE if report.cpu else RATE) * expected:
+        if expected and report.rate < (MIN_CORE_RATE if report.cpu else MIN_GPU_RATE) * expected:
             ranks_by_expected[expected].append(report.rank)
     for expected, ranks in ranks_by_expected.items():
         slowest = min(exam.reports[rank].rate for rank in ranks)
         yield (
             f"matmuls: {exam.located(ranks)}: {flops_text(slowest)} in {exam.reports[ranks[0]].precision}, and the "
-            f"planner expects {flops_text(expected)} (outlier below {CORE if exam.reports[0].cpu else RATE:.0%})"
+            f"planner expects {flops_text(expected)} (outlier below {_min_rate(exam):.0%})"
         )
 
 
@@ -414,20 +422,20 @@ def _limits(exam: Examination) -> Iterator[str]:
     world = len(exam.reports)
     for node, (first, *_) in exam.nodes.items():
         files, shared = first.amounts["open files"], first.amounts.get("/dev/shm", 0)
-        if files < _FILES * world:
+        if files < _FILES_PER_RANK * world:
             yield (
                 f"limits: node {short(node)} allows {files:.0f} open files, and {world} ranks may want "
-                f"{_FILES * world}: raise it with ulimit -n"
+                f"{_FILES_PER_RANK * world}: raise it with ulimit -n"
             )
-        if "RDMA adapters" in first.versions and first.amounts["locked memory"] < _LOCKED:
+        if "RDMA adapters" in first.versions and first.amounts["locked memory"] < _MIN_LOCKED_BYTES:
             yield (
                 f"limits: node {short(node)} allows {bytes_text(first.amounts['locked memory'])} of locked memory, and "
                 "RDMA pins what it sends: ulimit -l unlimited, or docker run --ulimit memlock=-1"
             )
-        if first.gpu and shared < _SHARED:
+        if first.gpu and shared < _MIN_SHM_BYTES:
             yield (
                 f"limits: /dev/shm of node {short(node)} has {bytes_text(shared)}, and NCCL may want "
-                f"{bytes_text(_SHARED)}: in a container, --shm-size or a memory volume at /dev/shm gives it more"
+                f"{bytes_text(_MIN_SHM_BYTES)}: in a container, --shm-size or a memory volume at /dev/shm gives it more"
             )
 
 

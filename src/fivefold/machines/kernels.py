@@ -32,8 +32,8 @@ from fivefold.spec.presets import preset
 # optimizer and the loss do in a step, until matmuls have the share of the time that they have in training.
 
 
-ROUNDS = {"cuda": 20, "cpu": 3}
-PRODUCTS = 0.68  # of a step's time, in training at 64% of the peak; the rest is attention, streams and waiting
+BLOCK_PASSES = {"cuda": 20, "cpu": 3}
+MATMUL_SHARE = 0.68  # of a step's time, training at 64% of the peak; the rest is attention, streams and waiting
 
 
 @dataclass(frozen=True)
@@ -147,16 +147,16 @@ def block_of(
     return block, x, lambda: block(x, positions, shared)
 
 
-def of_device(on_gpu: bool, quick: bool) -> tuple[ModelSpec, int, int]:
+def of_device(*, on_gpu: bool, quick: bool) -> tuple[ModelSpec, int, int]:
     """The block that is timed on a device: its model, how many sequences it runs, and their length."""
     if on_gpu:
         return preset("llama3-8b", layers=1), 2, 4096
     return preset("small", layers=1), 1, 128 if quick else 512
 
 
-def in_block(clock: Clock, dtype: torch.dtype, seconds: float, quick: bool) -> BlockTiming:
+def time_block(clock: Clock, dtype: torch.dtype, seconds: float, *, quick: bool) -> BlockTiming:
     """Time a block, of Llama 3 8B on a GPU, of a narrow model on a CPU, after warming up for `seconds`."""
-    spec, samples, seq = of_device(clock.on_gpu, quick)
+    spec, samples, seq = of_device(on_gpu=clock.on_gpu, quick=quick)
     ops, device = TimedOps(clock), clock.device
     block, x, forward = block_of(spec, ops, samples, seq, device, dtype)
     output_grad = torch.randn_like(x)
@@ -180,11 +180,11 @@ def in_block(clock: Clock, dtype: torch.dtype, seconds: float, quick: bool) -> B
     if clock.on_gpu:
         alone = seconds_by_part(3, 0)
         one_kernel = (seconds_by_part(3, 50)["whole"] - alone["whole"]) / 50
-        filler = max(0, round((alone["products"] / PRODUCTS - alone["whole"]) / one_kernel))
+        filler = max(0, round((alone["products"] / MATMUL_SHARE - alone["whole"]) / one_kernel))
     start = time.perf_counter()
     while time.perf_counter() - start < seconds:
         seconds_by_part(1, filler)
-    return BlockTiming(spec, samples, seq, **seconds_by_part(ROUNDS[device.type], filler))
+    return BlockTiming(spec, samples, seq, **seconds_by_part(BLOCK_PASSES[device.type], filler))
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class Kernels:
         """Time a block in training with one attention kernel; None if the device has no such kernel."""
         try:
             with _only(kernel, self.device):
-                return in_block(self.clock, self.dtype, self.sizes.sustained, self.quick)
+                return time_block(self.clock, self.dtype, self.sizes.sustained, quick=self.quick)
         except RuntimeError:
             return None
 

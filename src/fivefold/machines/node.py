@@ -20,9 +20,9 @@ from fivefold.launch.local import SHARED_GPU_HOST_PREFIX
 from fivefold.machines.judge import Disk, Gpu
 from fivefold.version import __version__
 
-_PIECE = 4 << 20  # bytes
+_PIECE_BYTES = 4 << 20  # bytes
 _PIECES = 8
-_LONGEST = 3.0  # seconds of writing; a slower disk has written less then
+_MAX_WRITE_S = 3.0  # seconds of writing; a slower disk has written less then
 _SYNCS = 5
 
 
@@ -95,11 +95,11 @@ def try_disk(folder: Path) -> Disk:
 
 
 def _try_disk(file: Path) -> Disk:
-    piece, written = os.urandom(_PIECE), 0
+    piece, written = os.urandom(_PIECE_BYTES), 0
     with file.open("wb", buffering=0) as stream:
         start = time.perf_counter()
         faults.strike("disk")
-        while written < _PIECES * _PIECE and (not written or time.perf_counter() - start < _LONGEST):
+        while written < _PIECES * _PIECE_BYTES and (not written or time.perf_counter() - start < _MAX_WRITE_S):
             written += stream.write(piece)
         os.fsync(stream.fileno())
         write_rate = written / (time.perf_counter() - start)
@@ -107,7 +107,7 @@ def _try_disk(file: Path) -> Disk:
         if hasattr(os, "posix_fadvise"):  # else the reads come from the page cache
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         start, read = time.perf_counter(), 0
-        while (size := len(stream.read(_PIECE))) and time.perf_counter() - start < _LONGEST:
+        while (size := len(stream.read(_PIECE_BYTES))) and time.perf_counter() - start < _MAX_WRITE_S:
             read += size
         read_rate = read / (time.perf_counter() - start)
     return Disk(write_rate, read_rate, median(_sync_seconds(file) for _ in range(_SYNCS)), _free_bytes(file.parent))

@@ -90,7 +90,7 @@ def table_lines(table: dict[str, Any], name: str = "") -> Iterator[str]:
 # speeds_to_toml(result.cluster, [...])     # for plan --cluster, simulate and a job's run.cluster
 
 
-LEAST, MOST = 0.05, 0.20  # bounds of the tolerance within which ranks have one speed, however noisy the machine was
+MIN_TOLERANCE, MAX_TOLERANCE = 0.05, 0.20  # within which ranks have one speed, by the noise of the machine
 
 
 class RankSpeed(msgspec.Struct, frozen=True):
@@ -171,8 +171,8 @@ class RanksResult(Result):
 
 
 def tolerance(rounds: Sequence[Sequence[float]]) -> float:
-    """How far two ranks of one speed may lie apart: as far as the rounds of the median rank do, from LEAST to MOST."""
-    return min(MOST, max(LEAST, median(max(seconds) / min(seconds) - 1 for seconds in rounds)))
+    """How far two ranks of one speed may lie apart: as far as the rounds of the median rank do, within the bounds."""
+    return min(MAX_TOLERANCE, max(MIN_TOLERANCE, median(max(seconds) / min(seconds) - 1 for seconds in rounds)))
 
 
 def classes(rounds: Sequence[Sequence[float]]) -> list[SpeedClass]:

@@ -167,6 +167,12 @@ class Block(nn.Module):
         if (mixture := self.mixture) is not None:
             mixture.balance = balance
 
+    def foreign_parameters(self, layer: int) -> Iterator[str]:
+        """The names of what plugins' modules have. Not of experts, which may have no tokens."""
+        for place in self.foreign:
+            if not (self.routed and place == self.mlp_place):
+                yield from (f"layers.{layer}.{place}.{name}" for name, _ in getattr(self, place).named_parameters())
+
     @property
     def mixer_module(self) -> nn.Module | None:
         return getattr(self, self.mixer_place) if self.mixer_place else None

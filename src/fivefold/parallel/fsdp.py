@@ -55,7 +55,7 @@ class FullySharded(Weights):
         min_bucket_elements: int = MIN_BUCKET_ELEMENTS,
         split_backward: bool = False,
     ):
-        self.mesh, self.always_split = mesh, split_backward
+        self.mesh, self.always_split, self.received = mesh, split_backward, set()
         stage_parameters = [stage_params(model, spec, mesh) for model in stages]
         self.local_params = {name: param for params in stage_parameters for name, param in params.items()}
         low_precision = compute_dtype != accum_dtype(compute_dtype)
@@ -119,6 +119,10 @@ class FullySharded(Weights):
 
     def sharded(self, param: LocalParam) -> bool:
         return param.name not in self.ignored
+
+    def has_gradient(self, name: str) -> bool:
+        sharded = self.fsdp_parameters.get(name)
+        return name in self.received or (sharded is not None and sharded.grad is not None)
 
     @contextmanager
     def microbatch(self, *, last: bool, stage: int = 0, part: BackwardPart = "all") -> Iterator[None]:

@@ -62,7 +62,7 @@ class WholeMatrices:
         if batch is None:
             return None
         updates = self.config.matrix_update(batch)
-        if not isinstance(updates, Tensor) or updates.shape != batch.shape:
+        if not isinstance(updates, Tensor) or (updates.shape, updates.dtype) != (batch.shape, batch.dtype):
             raise wrong(
                 self.config, "matrix_update", f"gave {value_text(updates)}, and not as it was given {value_text(batch)}"
             )

@@ -38,6 +38,8 @@ class Weights(Protocol):
     reducer: Reducer
     grad_hook: GradHook | None = None
     """Called with each gradient of a step's first microbatch, before it is reduced."""
+    received: set[str]
+    """The names that `add` has had gradients of; autograd and FSDP2 accumulate others by themselves."""
     microbatch_number: int = 0
     """Index of the microbatch whose backward pass is running."""
     replaying: bool = False
@@ -49,8 +51,13 @@ class Weights(Protocol):
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Take a gradient, from autograd or from a weight-gradient pass."""
+        self.received.add(name)
         if not self.call_grad_hook(name, gradient):
             self.reducer.add(name, gradient)
+
+    def has_gradient(self, name: str) -> bool:
+        """Whether any has come of a parameter: asked between the first step's passes and `finish_grad_sync`."""
+        ...
 
     def set_grad_hook(self, grad_hook: GradHook) -> None:
         """Call `grad_hook` with gradients from now on."""

@@ -98,6 +98,7 @@ class ZeroBuckets(Weights):
     ):
         """`split_backward`: weight-gradient passes of their own report the gradients of linears, by `add`."""
         self.mesh, self.always_split = mesh, False  # a bucket takes gradients of either kind of pass
+        self.received = set()
         per_stage = [stage_params(model, spec, mesh) for model in stages]
         self.local_params = {name: param for params in per_stage for name, param in params.items()}
         for model, params in zip(stages, per_stage, strict=True):
@@ -197,12 +198,17 @@ class ZeroBuckets(Weights):
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Take a gradient, from autograd or from a weight-gradient pass; if it completes its bucket, reduce that."""
+        self.received.add(name)
         if self.call_grad_hook(name, gradient):
             return
         if name in self.reducer.bucket_of:
             self.reducer.add(name, gradient)
         else:
             self.unreduced_grads.add(name, gradient)
+
+    def has_gradient(self, name: str) -> bool:
+        parameter = self.parameters[name]
+        return name in self.received or (parameter is self.masters[name] and parameter.grad is not None)
 
     def set_grad_hook(self, grad_hook: GradHook) -> None:
         super().set_grad_hook(grad_hook)

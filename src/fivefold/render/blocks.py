@@ -97,7 +97,7 @@ class Result:
     """The result of a command. Subclasses define what is printed (`blocks`), what scripts read (`to_dict`) and, if
     there is a picture, what is drawn (`scene`)."""
 
-    ok: bool = True  # whether the command succeeded; a result that is not ends it with exit code 1
+    ok: bool = True  # whether the command succeeded; if not, its exit code is 1
 
     def blocks(self) -> Iterable[Block]:
         raise NotImplementedError
@@ -114,9 +114,9 @@ class Result:
         """The picture that a file of this name should hold: some results have several."""
         return self.scene()
 
-    def svg(self, dark: bool = False) -> "Svg | None":
+    def svg(self, *, dark: bool = False) -> "Svg | None":
         scene = self.scene()
-        return None if scene is None else Svg(to_svg(scene, dark))
+        return None if scene is None else Svg(to_svg(scene, dark=dark))
 
     def __str__(self) -> str:
         return to_text(self.blocks())
@@ -143,13 +143,13 @@ class Svg(str):
 
 
 # ---- fit ------------------------------------------------------------------------------------------------------------
-# Tables fitted to a width: columns that may break are narrowed, and if that is not enough rows become records.
+# Fits tables to a width: columns that may break are narrowed; if that is not enough, rows become records.
 #
 # Pure text: `table_lines` returns rows of (text, style) pieces, which the terminal paints and tests read.
 
 
-GAP = 2  # spaces between columns
-NARROWEST = 14  # the least width to which a column that may break is narrowed
+COLUMN_GAP = 2  # spaces between columns
+MIN_BREAKING_WIDTH = 14  # of a column whose cells may break
 Line = list[tuple[str, Style]]
 
 
@@ -167,10 +167,10 @@ def table_lines(table: Table, width: int | None) -> Iterator[Line]:
         padded = [[""] * (height - len(head)) + head for head in heads]  # all heads end on the last line
         for number in range(height):
             texts = [head[number] for head in padded]
-            yield [((" " * GAP).join(_aligned(columns, widths, texts)).rstrip(), "bold")]
+            yield [((" " * COLUMN_GAP).join(_aligned(columns, widths, texts)).rstrip(), "bold")]
     for number, row in enumerate(rows):
         if number == len(table.rows) and number:
-            yield [("─" * (sum(widths) + GAP * (len(widths) - 1)), "dim")]
+            yield [("─" * (sum(widths) + COLUMN_GAP * (len(widths) - 1)), "dim")]
         yield from _row(columns, widths, row)
 
 
@@ -184,7 +184,7 @@ def _row(columns: list[Column], widths: list[int], row: list[Cell]) -> Iterator[
         aligned = _aligned(columns, widths, [texts[number] if number < len(texts) else "" for texts in broken])
         pieces: Line = []
         for text, cell in zip(aligned, row, strict=True):
-            pieces += (text, cell.style), (" " * GAP, "")
+            pieces += (text, cell.style), (" " * COLUMN_GAP, "")
         while pieces and not pieces[-1][0].strip():
             pieces.pop()
         if pieces:
@@ -201,11 +201,11 @@ def _aligned(columns: list[Column], widths: list[int], texts: list[str]) -> list
 def _widths(columns: list[Column], rows: list[list[Cell]], width: int | None) -> list[int] | None:
     """The width of each column; None if the table cannot be made narrow enough.
 
-    In turn it tries whole heads, broken heads, and broken cells in the columns that may break.
+    It tries whole heads, then broken heads, then broken cells in the columns that may break.
     """
     cells = [max((len(row[index].text) for row in rows), default=0) for index in range(len(columns))]
     widths = [max(len(column.head), cell) for column, cell in zip(columns, cells, strict=True)]
-    gaps = GAP * (len(columns) - 1)
+    gaps = COLUMN_GAP * (len(columns) - 1)
     if width is None or sum(widths) + gaps <= width:
         return widths
     with_broken_heads = [max(_longest(column.head), cell) for column, cell in zip(columns, cells, strict=True)]
@@ -214,7 +214,7 @@ def _widths(columns: list[Column], rows: list[list[Cell]], width: int | None) ->
     widths = list(with_broken_heads)
     for index, column in enumerate(columns):
         if column.breaks:
-            least = max(NARROWEST, *(_longest(row[index].text) for row in rows), _longest(column.head))
+            least = max(MIN_BREAKING_WIDTH, *(_longest(row[index].text) for row in rows), _longest(column.head))
             widths[index] = min(widths[index], least)
     spare = width - gaps - sum(widths)
     if spare < 0:
@@ -289,9 +289,9 @@ def _inert(text: str) -> str:
     return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
-def console_of(stderr: bool = False) -> Console:
-    """The console for everything that the program prints: it neither colours numbers nor cuts lines. Standard error is
-    for remarks, which --quiet leaves out."""
+def console_of(*, stderr: bool = False) -> Console:
+    """The console for everything that the program prints: it neither colours numbers nor cuts lines. Standard error has
+    remarks, which --quiet suppresses."""
     columns = os.environ.get("COLUMNS", "")
     unknown = columns.isdigit() and int(columns) < 1  # some shells set 0 where there is no terminal
     width = 80 if unknown else None
@@ -373,13 +373,13 @@ def table_html(table: Table) -> str:
 
 
 # ---- show -----------------------------------------------------------------------------------------------------------
-# How a command ends: with its result on the terminal or as JSON, in a file if it is asked for, and an exit code.
+# How a command ends: its result on the terminal or as JSON, in a file if requested, and an exit code.
 
 
-TEXTS = (".json", ".txt")  # the formats in which any result can be written
+TEXT_SUFFIXES = (".json", ".txt")  # the formats in which any result can be written
 
 
-def show(result: Result, as_json: bool = False, output: Path | None = None, remarks: Iterable[str] = ()) -> None:
+def show(result: Result, *, as_json: bool = False, output: Path | None = None, remarks: Iterable[str] = ()) -> None:
     """Print a result, and write it to `output`. A result that is not ok ends the command with exit code 1.
 
     The file's suffix decides what is written: the figures (.json), the printed text (.txt), or a picture. `remarks` are
@@ -411,12 +411,12 @@ def _write(result: Result, output: Path) -> None:
 
 
 def check_writable(path: Path | None, *suffixes: str) -> None:
-    """Refuse a file that cannot be written, before the work whose result it is for."""
+    """Refuse a file that cannot be written, before the work that it is for."""
     if path is None:
         return
     if suffixes and path.suffix.lower() not in suffixes:
         raise UserError(f"{path} should end in {' or '.join(suffixes)}", "output.kind")
-    path_of(path)  # refuses what no file can be named
+    path_of(path)  # refuses impossible names
     if not path.parent.is_dir():
         raise UserError(f"{path} cannot be written: there is no directory {path.parent}", "file.write")
     new = not path.exists()

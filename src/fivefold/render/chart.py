@@ -34,7 +34,7 @@ from fivefold.support.text import figure
 TOP = 104.0  # below title and subtitle
 ROW = 26.0  # of a legend
 GAP = 26.0  # between its entries
-SEAM, LEAST = 1.0, 2.0  # the gap between the parts of a bar, and the shortest part that can be seen
+BAR_SEAM, MIN_BAR_PART = 1.0, 2.0  # the gap between the parts of a bar, and the shortest part that can be seen
 
 
 def sheet(title: str, subtitle: str, height: float, name: str = "") -> Scene:
@@ -171,7 +171,7 @@ def stacked(plot: Plot, bars: Sequence[Bar], unit: str) -> None:
             stop = min(end, x + plot.width * length / plot.high[0])
             if stop > x:
                 hint = f"{name}: {length:.3g} {unit}"
-                part_width = max(LEAST, stop - x - SEAM)
+                part_width = max(MIN_BAR_PART, stop - x - BAR_SEAM)
                 plot.scene.shapes.append(Rect(x, middle - high / 2, part_width, high, colour, hint))
             x = stop
         if bar.total > plot.high[0]:

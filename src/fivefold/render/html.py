@@ -12,7 +12,7 @@ from fivefold.render.scene import DARK, FONT, GREY, INK, PALE, PAPER, Scene
 from fivefold.support.text import printable
 
 # ---- markdown -------------------------------------------------------------------------------------------------------
-# Sections of blocks as Markdown that reads well as plain text, too: tables are aligned, prose breaks at 80 columns.
+# Sections of blocks as Markdown that is also readable as plain text: tables are aligned, prose breaks at 80 columns.
 
 
 WIDTH = 80
@@ -100,7 +100,7 @@ def to_page(title: str, sections: Iterable[Section], pictures: Mapping[str, Scen
         parts += [_html_block(block) for block in section.blocks]
         if scene := pictures.get(section.title):
             both = (("light", False), ("dark", True))
-            parts += [f'<figure class="{name}">{to_svg(scene, dark)}</figure>' for name, dark in both]
+            parts += [f'<figure class="{name}">{to_svg(scene, dark=dark)}</figure>' for name, dark in both]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     body = "\n".join(parts)
     return (

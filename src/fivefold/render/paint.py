@@ -1,4 +1,4 @@
-"""Scenes as files: SVG, and PNG by Pillow, whose wheels contain a font, so that a bare server can draw text, too."""
+"""Writes scenes as files: SVG, or PNG by Pillow, whose wheels contain a font, so that a bare server can draw text."""
 
 import io
 import math
@@ -31,23 +31,23 @@ from fivefold.render.scene import (
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 
-PICTURES = (".svg", ".png")
-SHARP, LARGEST = 2.0, 4000  # pixels per unit of the scene, and the most pixels each way, which may lower the former
-FINER = 2  # antialiasing: so many times as many pixels are painted each way, and averaged
-DASH, PAUSE = 7.0, 5.0  # lengths of a dashed line's dashes and gaps
+PICTURE_SUFFIXES = (".svg", ".png")
+PIXELS_PER_UNIT, MAX_PIXELS = 2.0, 4000  # per unit of the scene; the maximum each way may lower it
+ANTIALIASING = 2  # so many times as many pixels are painted each way, then averaged
+DASH_LENGTH, DASH_GAP = 7.0, 5.0  # of a dashed line
 
 
 def save(scene: Scene, path: Path) -> None:
-    """Write a picture. The suffix decides on the format; `.dark` before it makes it a dark picture."""
+    """Write a picture. The suffix decides the format; `.dark` before it makes the picture dark."""
     suffix, dark = path.suffix.lower(), is_dark(path)
-    if suffix not in PICTURES:
+    if suffix not in PICTURE_SUFFIXES:
         raise UserError(
             f"a picture is an .svg or a .png file, and {path} ends in {path.suffix or 'nothing'!r}", "output.kind"
         )
-    write(path, to_png(scene, dark) if suffix == ".png" else to_svg(scene, dark))
+    write(path, to_png(scene, dark=dark) if suffix == ".png" else to_svg(scene, dark=dark))
 
 
-def to_svg(scene: Scene, dark: bool = False) -> str:
+def to_svg(scene: Scene, *, dark: bool = False) -> str:
     shapes = [_shape(shape, dark) for shape in scene.shapes]
     if any(isinstance(shape, Hatch) for shape in scene.shapes):
         shapes.insert(0, _pattern(dark))
@@ -83,7 +83,7 @@ def _shape(shape: Shape, dark: bool) -> str:
         case Hatch(x, y, width, height):
             return svg.rect(x, y, width, height, fill=f"url(#{_idle(dark)})")
         case Line(x1, y1, x2, y2, stroke, width, dashed):
-            dashes = f"{DASH:g} {PAUSE:g}" if dashed else None
+            dashes = f"{DASH_LENGTH:g} {DASH_GAP:g}" if dashed else None
             return svg.line(x1, y1, x2, y2, stroke=shown(stroke, dark), stroke_width=width, stroke_dasharray=dashes)
         case Curve(points, stroke, width):
             colour = shown(stroke, dark)
@@ -119,21 +119,21 @@ def _text(shape: TextMark, dark: bool) -> str:
 # ---- PNG -------------------------------------------------------------------------------------------------------------
 
 
-def to_png(scene: Scene, dark: bool = False) -> bytes:
+def to_png(scene: Scene, *, dark: bool = False) -> bytes:
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError:
         raise UserError(
             'PNG pictures need Pillow: pip install "fivefold[draw]"; or write an .svg instead', "install.pillow"
         ) from None
-    scale = min(SHARP, LARGEST / max(scene.width, scene.height))
+    scale = min(PIXELS_PER_UNIT, MAX_PIXELS / max(scene.width, scene.height))
     size = round(scene.width * scale), round(scene.height * scale)
-    image = Image.new("RGB", (FINER * size[0], FINER * size[1]), shown(PAPER, dark))
-    painter = _Painter(image, ImageDraw.Draw(image, "RGBA"), FINER * scale, cache(ImageFont.load_default), dark)
+    image = Image.new("RGB", (ANTIALIASING * size[0], ANTIALIASING * size[1]), shown(PAPER, dark))
+    painter = _Painter(image, ImageDraw.Draw(image, "RGBA"), ANTIALIASING * scale, cache(ImageFont.load_default), dark)
     for shape in scene.shapes:
         painter.paint(shape)
     buffer = io.BytesIO()
-    image.reduce(FINER).save(buffer, "PNG")
+    image.reduce(ANTIALIASING).save(buffer, "PNG")
     return buffer.getvalue()
 
 
@@ -229,5 +229,7 @@ def _dashes(x1: float, y1: float, x2: float, y2: float) -> list[Points]:
         share = min(1.0, distance / length)
         return x1 + share * (x2 - x1), y1 + share * (y2 - y1)
 
-    count = math.ceil(length / (DASH + PAUSE))
-    return [(point(n * (DASH + PAUSE)), point(n * (DASH + PAUSE) + DASH)) for n in range(count)]
+    count = math.ceil(length / (DASH_LENGTH + DASH_GAP))
+    return [
+        (point(n * (DASH_LENGTH + DASH_GAP)), point(n * (DASH_LENGTH + DASH_GAP) + DASH_LENGTH)) for n in range(count)
+    ]

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 # ---- look -----------------------------------------------------------------------------------------------------------
 # The look of all pictures, in one place: colours, type, and what a dark picture has instead.
 #
-# Data is drawn in the colours of Okabe and Ito ("Color Universal Design", 2008), which people who do not see red,
-# green or blue can tell apart; `tests/render/test_look.py` measures that. They suit light and dark pictures alike. All
+# Data is drawn in the colours of Okabe and Ito ("Color Universal Design", 2008), which colour-blind people can tell
+# apart; `tests/render/test_look.py` measures that. They suit light and dark pictures alike. All
 # other colours (ink, lines, paper) are those of a light picture, and `DARK` has their dark counterparts.
 
 

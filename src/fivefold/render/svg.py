@@ -59,7 +59,7 @@ def circle(x: float, y: float, radius: float, **attributes: Attribute) -> str:
 
 
 def text(x: float, y: float, words: str, **attributes: Attribute) -> str:
-    """Text with its baseline at `y`; `text_anchor` says which end of the words is at `x`."""
+    """Text with its baseline at `y`; `text_anchor` says which end of it is at `x`."""
     return element("text", {"x": x, "y": y} | attributes, _escaped(words))
 
 

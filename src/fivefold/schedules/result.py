@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from fivefold.render import paint
 from fivefold.render.blocks import Block, Drawing, Result, Svg, Table, Text, check_writable
-from fivefold.render.paint import PICTURES
+from fivefold.render.paint import PICTURE_SUFFIXES
 from fivefold.render.scene import Scene
 from fivefold.schedules.actions import SEND_KINDS
 from fivefold.schedules.check import prove
@@ -146,12 +146,12 @@ class DrawResult(Result):
     def scene(self) -> Scene:
         return picture(self.simulations)
 
-    def svg(self, dark: bool = False) -> Svg:
-        return Svg(paint.to_svg(self.scene(), dark))
+    def svg(self, *, dark: bool = False) -> Svg:
+        return Svg(paint.to_svg(self.scene(), dark=dark))
 
     def save(self, path: Path) -> Iterator[Block]:
         """Write the picture (.svg, .png) or the one schedule (.txt, .json); yields the lines to print about it."""
-        if path.suffix.lower() in PICTURES:
+        if path.suffix.lower() in PICTURE_SUFFIXES:
             paint.save(self.scene(), path)
         else:
             save(self.simulations[0].schedule, path)
@@ -209,10 +209,11 @@ def check_output(path: Path | None, schedules: int) -> None:
     if path is None:
         return
     suffix = path.suffix.lower()
-    if suffix not in (*PICTURES, *FILE_SUFFIXES):
+    if suffix not in (*PICTURE_SUFFIXES, *FILE_SUFFIXES):
         page = f"; the page is --html {path}" if suffix in (".html", ".htm") else ""
         raise UserError(
-            f"{path} should end in {', '.join(PICTURES)} for a picture, {', '.join(FILE_SUFFIXES)} for data{page}",
+            f"{path} should end in {', '.join(PICTURE_SUFFIXES)} for a picture, "
+            f"{', '.join(FILE_SUFFIXES)} for data{page}",
             "output.kind",
         )
     if suffix in FILE_SUFFIXES and schedules > 1:

@@ -30,7 +30,7 @@ from fivefold.support.text import divisors, either
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "swiglu_clamped", "gelu", "gelu_tanh"]
 Positions = Literal["rope", "learned"]
-Attention = Literal["full", "causal"]
+AttentionFlopCounting = Literal["full", "causal"]
 QKNormOver = Literal["head", "all"]
 
 
@@ -211,7 +211,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         blocks = sum(count * block(self, layer=layer).active for layer, count in self.counted().items())
         return blocks + head(self).size
 
-    def flops_per_token(self, seq: int, attention: Attention = "full") -> int:
+    def flops_per_token(self, seq: int, attention: AttentionFlopCounting = "full") -> int:
         """Model FLOPs of one training token, forward and backward, without recomputation.
 
         6 for every matmul weight, and 12 x layers x heads x head_dim x seq for the scores and their product with V.

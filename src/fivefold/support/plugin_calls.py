@@ -51,12 +51,13 @@ WANTED_BOOL = instance("True or False", bool)
 
 
 def ask(plugin: Any, member: str, *given: Any, wanted: Wanted | None = None, **options: Any) -> Any:
-    """What a member returns: of a plugin what is `wanted`, with iterators as lists, or UserError."""
+    """What a method returns, or a property is: of a plugin what is `wanted`, with iterators as lists, or UserError."""
     name = str(plugin.__struct_config__.tag)
+    method = callable(getattr(type(plugin), member))
     if ":" not in name:  # of the table
-        return getattr(plugin, member)(*given, **options)
+        return getattr(plugin, member)(*given, **options) if method else getattr(plugin, member)
     try:
-        result = getattr(plugin, member)(*given, **options)
+        result = getattr(plugin, member)(*given, **options) if method else getattr(plugin, member)
         if isinstance(result, Iterator):
             result = [*result]
     except (UserError, TrainingError):

@@ -326,6 +326,8 @@ def resolve_class(place: str) -> Any:
         return getattr(importlib.import_module(module), name)
 
 
+# What autograd raises in backward for what a forward pass has done.
+_OF_FORWARD = re.compile(r"modified by an inplace operation|backward through the graph a second time")
 # What a machine or a peer causes, whoever's code it meets: by the names of torch's classes, which is not imported here.
 _OF_MACHINES = {"OutOfMemoryError", "AcceleratorError", "DistError"}
 
@@ -334,14 +336,22 @@ def plugin_error(error: BaseException) -> UserError | None:
     """What an error is to its user that has come through a plugin's file; None where it has not, or is a machine's.
 
     For what is raised where no member is asked: in the forward pass of a module, in an update of weights. A SystemExit
-    is also one: the process would end as if it had done its work.
+    is also one: the process would end as if it had done its work. What autograd raises in backward about what a forward
+    pass has done has come through no file of it: then all blocks of plugins are named.
     """
     machine = isinstance(error, OSError | MemoryError) or _OF_MACHINES & {kind.__name__ for kind in type(error).__mro__}
     if machine or isinstance(error, UserError | TrainingError) or not isinstance(error, Exception | SystemExit):
         return None
     places = ((name, place_of(error, name)) for name in imported_plugins())
     found = max(((place.depth, name, place.member) for name, place in places if place), default=None)
-    return None if found is None else UserError(raised_problem(found[1], found[2], error))
+    if found is not None:
+        return UserError(raised_problem(found[1], found[2], error))
+    blocks = [name for name, it in sorted(_imported.items()) if hasattr(it, "operations")]  # kinds of mixers and MLPs
+    if not blocks or not isinstance(error, RuntimeError) or not _OF_FORWARD.search(str(error)):
+        return None
+    what = f"{type(error).__name__}: {str(error).partition(' Hint:')[0]}"
+    backward = f"{', '.join(blocks)}: the backward pass of a model of these blocks raised {what}"
+    return UserError(Problem("plugin.raised", backward))
 
 
 def digest() -> str:

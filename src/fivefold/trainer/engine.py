@@ -6,7 +6,7 @@ global batch -> this dp rank's samples -> microbatches -> this cp rank's tokens 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -49,8 +49,12 @@ from fivefold.trainer.records import Load
 
 def moe_layers(stages: Iterable[Decoder]) -> dict[int, MoE]:
     """{layer number: its MoE}, of the layers that have experts."""
-    blocks: list[tuple[str, Any]] = [named for model in stages for named in model.layers.items()]
-    return {int(layer): block.mixture for layer, block in blocks if block.mixture is not None}
+    return {layer: block.mixture for layer, block in blocks_of(stages) if block.mixture is not None}
+
+
+def blocks_of(stages: Iterable[Decoder]) -> Iterator[tuple[int, Any]]:
+    for model in stages:
+        yield from ((int(layer), block) for layer, block in model.layers.items())
 
 
 def routers(stages: Iterable[Decoder]) -> dict[int, Router]:
@@ -198,6 +202,8 @@ class Engine(RankModel):
         # Recorded behind the copies of a snapshot of masters and moments; `step`, which alone changes them, waits for
         # it. (Where masters are the model's weights, gathering those writes the same bits over them.)
         self.snapshot_copied: torch.cuda.Event | None = None
+        # Of plugins' parameters on this rank, after the first passes: whether a gradient has come of each.
+        self.foreign_gradients: dict[str, bool] | None = None
 
     def forward_backward(self, batch: Batch | DpShare) -> Tensor:
         """Returns the mean loss of a global batch, equal on all ranks, and leaves gradients for the optimizer.
@@ -220,10 +226,16 @@ class Engine(RankModel):
         if self.expert_loads is not None:
             self.expert_loads.reset()
         self.pipeline.run([self._microbatch(part, self.job.loss) for part in microbatches], loss_of)
+        if self.foreign_gradients is None:
+            self.foreign_gradients = {name: self.weights.has_gradient(name) for name in self._foreign_parameters()}
         ends = [self.mesh.embedding] if self.job.model.tied else []
         with waiting("the sum of gradients", self.mesh, self.mesh.dp_cp, self.mesh.tp, *ends, *self.mesh.expert_axes()):
             self.weights.finish_grad_sync()
         return self._sum_losses(sums) / count
+
+    def _foreign_parameters(self) -> Iterator[str]:
+        for layer, block in blocks_of(self.stages.values()):
+            yield from block.foreign_parameters(layer)
 
     def replay_microbatch(self, share: DpShare) -> None:
         """Runs forward and backward on a share's first microbatch, before a step.

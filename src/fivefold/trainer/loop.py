@@ -27,6 +27,7 @@ from fivefold.optim.lr_schedule import learning_rate
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.same_collectives import same_calls
 from fivefold.support.errors import PeerLost, TrainingError
+from fivefold.support.plugins import is_plugin
 from fivefold.support.progress import prefetch
 from fivefold.tracing.records import Trace
 from fivefold.tracing.tracer import tracer_of
@@ -40,6 +41,8 @@ from fivefold.trainer.stragglers import Phases, SlowWatch
 
 if TYPE_CHECKING:
     from fivefold.trainer.checkpointing import Checkpoints
+
+_NAMED = 4  # parameters of a sentence
 
 
 class Stopped(Exception):
@@ -63,7 +66,7 @@ class Trainer:
             self.engine.ops.dispatch.watch = self.tracer.part
         self.guard = DataGuard(job, sources)
         self.counted = Counted(self.engine, mesh, job.train.count, job.train.steps)
-        self.policy = Policy(job.watch)
+        self.policy = Policy(job.watch, job.optimizer.name if is_plugin(job.optimizer.name) else "")
         self.account = Account()
         self.corruption = CorruptionChecks(self.engine, mesh, self.account)
         self.corruption.data_failed = lambda: bool(self.guard.unread)
@@ -131,6 +134,8 @@ class Trainer:
         compared = same_calls(self.mesh) if first and not self.engine.compiled else nullcontext()
         with compared, self.tracer.step(number), self.counted.step(number), self.phases.whole(step):
             record = self.step(step, batch)
+        if first:
+            self._tell_unlearned()
         self.done, self.samples = step, int(batch.samples[-1]) + 1
         self.account.step(record.seconds)
         rolls_back = self.decision is not None and self.decision.action == "rollback"
@@ -138,6 +143,21 @@ class Trainer:
             for listener in listeners:
                 listener.on_step(record)
         return self.tracer.gather(number, self.engine.schedule)
+
+    def _tell_unlearned(self) -> None:
+        """Says which parameters of plugins' blocks got no gradient in the first step, on any rank. Collective."""
+        kinds = [kind for kind in self.job.model.branches if is_plugin(kind.name)]
+        if self.checkpointing is None or not kinds:
+            return
+        of_ranks = self.checkpointing.control.all_gather_values(self.engine.foreign_gradients or {}, dict[str, bool])
+        learned = {name for gradients in of_ranks for name, came in gradients.items() if came}
+        if without := sorted({name for gradients in of_ranks for name in gradients} - learned):
+            who = ", ".join(kind.name for kind in kinds if any(f".{kind.place}." in name for name in without))
+            named = ", ".join(without[:_NAMED]) + f" and {len(without) - _NAMED} more" * (len(without) > _NAMED)
+            self.policy.say(
+                f"{who}: no gradient came to {named} in step {self.done + 1}, so they do not learn: a result is "
+                "detached, or the module does not read them"
+            )
 
     def _apply_decision(self, listeners: list[Listener]) -> bool:
         """Applies the decision about the last step; whether it rolled the run back.

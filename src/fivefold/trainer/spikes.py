@@ -149,8 +149,9 @@ class PolicyState(msgspec.Struct, frozen=True):
 
 
 class Policy:
-    def __init__(self, config: WatchConfig):
-        self.config = config
+    def __init__(self, config: WatchConfig, optimizer: str = ""):
+        """`optimizer`: the plugin that updates the weights, if one does."""
+        self.config, self.optimizer = config, optimizer
         self.recent: deque[StepNumbers] = deque(maxlen=config.window)  # of steps that updated weights
         self.decisions = Decisions()
         self.judged = 0  # steps of samples before this number were checked for spikes by an earlier start
@@ -178,9 +179,10 @@ class Policy:
                 self.recent.append(numbers)
             return earlier
         if action is None:
+            left = f"; they are as {self.optimizer}, a plugin, has left them, which may be the cause"
             raise TrainingError(
                 f"step {step}: loss {numbers.loss} and gradient norm {numbers.norm} are not both finite; samples "
-                f"{first} to {samples - 1}; the weights were not touched"
+                f"{first} to {samples - 1}; the weights were not touched{left if self.optimizer and step > 1 else ''}"
             )
         usual = medians(self.recent)
         decision = StepDecision(

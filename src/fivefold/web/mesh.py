@@ -1,10 +1,9 @@
-"""The Mesh view: the place of every rank of a layout, its part, its groups, and the messages of one layer.
+"""The Mesh view: the position of every rank of a layout, its part, its groups, and the messages of one layer.
 
 payload(Ask({"model": "llama3-70b", "cluster": "2x8xH100", "layout": "dp=2,tp=4,pp=2,zero=1,microbatches=4"}))
 rank(Ask({..., "rank": "5"}))       # one rank: its part of the model and the batch, its groups, its node, its replica
 
-Places are those of `fivefold draw mesh`, parts are those that training gives a rank, bytes and seconds are the
-planner's.
+Positions are those of `fivefold draw mesh`, parts are what training gives a rank, bytes and seconds are the planner's.
 """
 
 from collections.abc import Sequence
@@ -23,41 +22,41 @@ from fivefold.support.dtypes import dtype_of_bytes
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import check_range, within
 from fivefold.web.question import (
-    ASKED,
+    QUESTION_PARAMETERS,
     Ask,
     choices,
-    described,
+    describe_question,
     fields_of,
-    layout_asked,
-    software_asked,
-    words_of,
+    query_for,
+    requested_layout,
+    requested_software,
     workload_of,
 )
 
-SINGLY = 256  # the most ranks that are drawn one by one; with more ranks, a cell is a node
-REPLICA = 512  # the most ranks of a replica that are drawn; of a larger one, those of one cp coordinate
-FEW = 128  # the most ranks whose positions are computed one by one
-IN_FILE = 64  # the most ranks whose parts a report has
-CHOSEN = ("rank", "layer")
-SHARED = ("replicate", "fsdp", "efsdp")  # compound axes, over which parameters are sharded or replicated
+MAX_SINGLE_CELLS = 256  # ranks that are drawn one by one; with more ranks, a cell is a node
+MAX_REPLICA_RANKS = 512  # that are drawn; of a larger replica, those of one cp coordinate
+MAX_COMPUTED_SINGLY = 128  # ranks whose positions are computed one by one
+MAX_REPORT_RANKS = 64  # whose parts a report has
+SELECTION_PARAMETERS = ("rank", "layer")
+COMPOUND_AXES = ("replicate", "fsdp", "efsdp")  # over which parameters are sharded or replicated
 
 
 def payload(ask: Ask) -> dict[str, Any]:
     """The map, one rank of it, and the collectives of one layer."""
-    ask.only(*ASKED, "layout", "move", *CHOSEN)
+    ask.only(*QUESTION_PARAMETERS, "layout", "move", *SELECTION_PARAMETERS)
     question = _drawable_workload(ask)
-    wanted = layout_asked(question, ask) if ask.text("layout") else _start_layout(question)
+    wanted = requested_layout(question, ask) if ask.text("layout") else _start_layout(question)
     wrong = problems(question, wanted)
     shown = nearest(question, wanted, ask.text("move").partition("=")[0]) if wrong else wanted
-    page = _controls(question, software_asked(ask), wanted, wrong, shown)
+    page = _controls(question, requested_software(ask), wanted, wrong, shown)
     if shown is None:
         return page | {"map": None, "chosen": None, "layer": None, "asks": {}}
     number = check_range("rank", ask.integer("rank"), within(0, shown.world - 1)) or 0
     layer = check_range("layer", ask.integer("layer"), within(0, question.spec.layers - 1))
-    return page | _page(replace(question, layout=shown), software_asked(ask), number, layer)
+    return page | _page(replace(question, layout=shown), requested_software(ask), number, layer)
 
 
-def placed(workload: Workload, software: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def mesh_view(workload: Workload, software: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The payload of a workload with its layout, and its parts by name, for a report."""
     page = _controls(workload, software, workload.layout, [], workload.layout) | _page(workload, software, 0, None)
     return page, {"ranks": _ranks_in_file(workload, 0)}
@@ -68,7 +67,7 @@ def _controls(
 ) -> dict[str, Any]:
     """The question and the choices, the wanted layout and the one that is shown."""
     return {
-        "question": described(workload, software),
+        "question": describe_question(workload, software),
         "choices": choices(workload, software),
         "steps": steps(workload, wanted),
         "wanted": fields_of(wanted),
@@ -82,7 +81,7 @@ def _page(workload: Workload, software: str, number: int, layer: int | None) -> 
         "map": _map(workload),
         "chosen": _chosen(workload, number),
         "layer": _layer(workload, layer, number),
-        "asks": {"ranks": words_of(workload, software) | {"layout": str(workload.layout), "rank": str(number)}},
+        "asks": {"ranks": query_for(workload, software) | {"layout": str(workload.layout), "rank": str(number)}},
     }
 
 
@@ -91,7 +90,7 @@ def _drawable_workload(ask: Ask) -> Workload:
     workload = workload_of(ask)
     if (world := workload.cluster.world) > MAX_RANKS:
         raise UserError(
-            f"{workload.cluster} has {world} GPUs, and a mesh of more than {MAX_RANKS} is not drawn", "page.size"
+            f"{workload.cluster} has {world} GPUs, but a mesh is drawn for at most {MAX_RANKS}", "page.size"
         )
     return workload
 
@@ -112,20 +111,20 @@ def rank(ask: Ask) -> dict[str, Any]:
 
 
 def ranks(ask: Ask) -> list[dict[str, Any]]:
-    """All ranks of a small mesh, or those of one rank's node: for a report, which has no server to ask."""
+    """All ranks of a small mesh, else those of one rank's node: for a report, which has no server to ask."""
     return _ranks_in_file(*_workload_and_rank(ask))
 
 
 def _ranks_in_file(workload: Workload, number: int) -> list[dict[str, Any]]:
     world, gpus = workload.layout.world, workload.cluster.groups[0].gpus
-    ranks = range(world) if world <= IN_FILE else range(number // gpus * gpus, (number // gpus + 1) * gpus)
+    ranks = range(world) if world <= MAX_REPORT_RANKS else range(number // gpus * gpus, (number // gpus + 1) * gpus)
     return [_chosen(workload, rank_number) for rank_number in ranks]
 
 
 def _workload_and_rank(ask: Ask) -> tuple[Workload, int]:
-    ask.only(*ASKED, "layout", "rank")
+    ask.only(*QUESTION_PARAMETERS, "layout", "rank")
     question, number = _drawable_workload(ask), ask.integer("rank") or 0
-    layout = layout_asked(question, ask)
+    layout = requested_layout(question, ask)
     if wrong := problems(question, layout):
         raise UserError(wrong)
     if not 0 <= number < layout.world:
@@ -138,7 +137,7 @@ def _workload_and_rank(ask: Ask) -> tuple[Workload, int]:
 
 def _map(workload: Workload) -> dict[str, Any]:
     layout, drawn = workload.layout, mesh(workload.layout, workload.cluster)
-    singly = layout.world <= SINGLY
+    singly = layout.world <= MAX_SINGLE_CELLS
     cells = range(layout.world) if singly else [node[0] for node in drawn.nodes]
     axes = [axis | {"where": panel.where} for axis, panel in zip(drawn.axes, drawn.panels, strict=True)]
     groups = {axis: layout.groups(axis) for axis in _groups_of_rank_0(workload)} if singly else {}
@@ -155,7 +154,7 @@ def _map(workload: Workload) -> dict[str, Any]:
 
 def _positions(layout: Layout, axis: str, ranks: Sequence[int]) -> list[int]:
     """The positions of ranks along an axis."""
-    if len(ranks) < FEW:
+    if len(ranks) < MAX_COMPUTED_SINGLY:
         return [layout.position(axis, rank) for rank in ranks]
     position_of = {rank: position for group in layout.groups(axis) for position, rank in enumerate(group)}
     return [position_of[rank] for rank in ranks]
@@ -169,7 +168,7 @@ def _groups_of_rank_0(workload: Workload) -> dict[str, list[int]]:
     for axis in ("tp", "cp", "pp", "dp", "replicate", "fsdp", *expert_axes):
         if workload.layout.size(axis) > 1:
             group = workload.layout.group(axis, 0)
-            if axis not in SHARED or group not in groups.values():  # dp and zero are often the same ranks
+            if axis not in COMPOUND_AXES or group not in groups.values():  # dp and zero are often the same ranks
                 groups[axis] = group
     return groups
 
@@ -197,9 +196,9 @@ def _cells(layout: Layout, ranks: Sequence[int]) -> dict[str, Any]:
 
 
 def _replica(workload: Workload, number: int) -> dict[str, Any]:
-    """The ranks of a rank's replica, which hold the model once, in a line for each pipeline rank."""
+    """The ranks of a rank's replica, which hold the model once: a line for each pipeline rank."""
     layout, at = workload.layout, workload.layout.coordinates(number)
-    whole = layout.pp * layout.cp * layout.tp <= REPLICA
+    whole = layout.pp * layout.cp * layout.tp <= MAX_REPLICA_RANKS
     cp_positions = range(layout.cp) if whole else [at["cp"]]
     lines = []
     for pp in range(layout.pp):

@@ -1,4 +1,4 @@
-"""The Plan view: a layout of a model on a cluster, as `fivefold plan` has it.
+"""The Plan view: a layout of a model on a cluster, as in `fivefold plan`.
 
 payload(Ask({"model": "llama3-70b", "cluster": "8x8xH100", "layout": "dp=8,tp=8,zero=1,sp,microbatches=8"}))
 payload(Ask({..., "move": "tp=16"}))    # one slider moved: dp follows; a layout that cannot run comes with the nearest
@@ -18,48 +18,48 @@ from fivefold.schedules.registry import CATALOGUE
 from fivefold.support.errors import UserError
 from fivefold.web.held import held
 from fivefold.web.question import (
-    ASKED,
+    QUESTION_PARAMETERS,
     Ask,
     choices,
-    described,
+    describe_question,
     fields_of,
-    for_page,
-    layout_asked,
     layout_of,
-    software_asked,
-    words_of,
+    query_for,
+    requested_layout,
+    requested_software,
+    without_option_dashes,
     workload_of,
 )
 
-TOP = 12  # rows of the ranking
-PASSES = 4096  # the most passes of a pipeline that are simulated while a slider moves
-RANKS = 128  # the most pipeline ranks whose memory is listed
+RANKED_LAYOUTS = 12
+MAX_QUICK_PASSES = 4096  # of a pipeline that is simulated while a slider moves
+MAX_LISTED_RANKS = 128  # pipeline ranks whose memory is listed
 
 
 def payload(ask: Ask) -> dict[str, Any]:
     """All that the page draws while a slider moves."""
-    ask.only(*ASKED, "layout", "move")
+    ask.only(*QUESTION_PARAMETERS, "layout", "move")
     workload = workload_of(ask)
-    wanted = layout_asked(workload, ask)
-    wrong = problems(workload, wanted)
-    shown = nearest(workload, wanted, ask.text("move").partition("=")[0]) if wrong else wanted
+    wanted = requested_layout(workload, ask)
+    found = problems(workload, wanted)
+    shown = nearest(workload, wanted, ask.text("move").partition("=")[0]) if found else wanted
     option = None if shown is None else option_of(workload, shown)
-    return _page(workload, software_asked(ask), wanted, wrong, option)
+    return _page(workload, requested_software(ask), wanted, found, option)
 
 
-def heavy(ask: Ask) -> bool:
+def is_large(ask: Ask) -> bool:
     """Whether the layout's schedule has many passes, or is built by a search."""
-    layout = layout_asked(workload_of(ask), ask)
+    layout = requested_layout(workload_of(ask), ask)
     searched = layout.schedule in CATALOGUE and CATALOGUE[layout.schedule].uses_stage_times
-    return searched or layout.pp * layout.chunks * layout.microbatches > PASSES
+    return searched or layout.pp * layout.chunks * layout.microbatches > MAX_QUICK_PASSES
 
 
-def planned(result: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:
+def plan_view(result: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:
     """The payload of a plan, and its parts by name, for a report; its model and cluster may come from files."""
     if result.chosen.workload.groups:
         raise UserError(
-            f"{result.workload.cluster} is heterogeneous, and there is no view of that; `fivefold plan -o "
-            "decision.html` writes the decision down",
+            f"{result.workload.cluster} is heterogeneous, which has no view; `fivefold plan -o "
+            "decision.html` writes a design document",
             "page.cluster",
         )
     option = result.explained
@@ -67,7 +67,7 @@ def planned(result: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:
     advice = SimulateResult(option, None if option.fits else nearest_fit(option)).advice
     against = None if result.given is None else difference(result.chosen, result.given)
     reasons = {
-        "advice": for_page(advice) or None,
+        "advice": without_option_dashes(advice) or None,
         "neighbours": [neighbour.to_dict() for neighbour in result.neighbours],
         "against": against,
     }
@@ -80,7 +80,7 @@ def others(result: PlanResult) -> dict[str, Any] | None:
     near = [neighbour.layout for neighbour in result.neighbours if neighbour.slower is not None]
     answers: dict[str, dict[str, Any]] = {}
     for layout in dict.fromkeys((*(option.layout for option in result.options), result.chosen.layout, *near)):
-        if layout == own or layout.pp * layout.chunks * layout.microbatches > PASSES:
+        if layout == own or layout.pp * layout.chunks * layout.microbatches > MAX_QUICK_PASSES:
             continue
         option = option_of(result.workload, layout)
         reasons: dict[str, Any] = {
@@ -93,15 +93,15 @@ def others(result: PlanResult) -> dict[str, Any] | None:
     return held(("layout",), answers, str(own)) if answers else None
 
 
-def _page(workload: Workload, software: str, wanted: Layout, wrong: list[str], option: Option | None) -> dict[str, Any]:
+def _page(workload: Workload, software: str, wanted: Layout, found: list[str], option: Option | None) -> dict[str, Any]:
     """`option` is the layout that is shown: the wanted one, or the nearest that can run."""
     shown = None if option is None else option.layout
     return {
-        "question": described(workload, software),
+        "question": describe_question(workload, software),
         "choices": choices(workload, software),
         "steps": steps(workload, wanted),
         "wanted": fields_of(wanted),
-        "problems": [for_page(problem) for problem in wrong],
+        "problems": [without_option_dashes(problem) for problem in found],
         "shown": None if shown is None else fields_of(shown),
         "changes": [] if shown is None else _changes(wanted, shown),
         "figures": None if option is None else simulation_figures(option),
@@ -113,29 +113,29 @@ def _page(workload: Workload, software: str, wanted: Layout, wrong: list[str], o
 
 
 def _asks(workload: Workload, software: str, option: Option | None) -> dict[str, dict[str, str]]:
-    """The words of the parts that belong to this payload."""
-    words = words_of(workload, software)
-    return {"search": words} | ({} if option is None else {"why": words | {"layout": str(option.layout)}})
+    """The query parameters of the parts that belong to this payload."""
+    query = query_for(workload, software)
+    return {"search": query} | ({} if option is None else {"why": query | {"layout": str(option.layout)}})
 
 
 def search(ask: Ask) -> dict[str, Any]:
-    """The ranking, as `fivefold plan --json` has it."""
-    ask.only(*ASKED)
+    """The ranking, as in `fivefold plan --json`."""
+    ask.only(*QUESTION_PARAMETERS)
     workload = workload_of(ask)
     result = plan(workload.spec, workload.cluster, batch=workload.batch, seq=workload.seq, precision=workload.precision,
-                 software=software_asked(ask), top=TOP)  # fmt: skip
+                 software=requested_software(ask), top=RANKED_LAYOUTS)  # fmt: skip
     return result.to_dict()
 
 
 def why(ask: Ask) -> dict[str, Any]:
-    """The effect of each single change of a layout; the advice of `simulate` if it does not fit; and how it differs
-    from the layout `best`, if one is named."""
-    ask.only(*ASKED, "layout", "best")
+    """The effect of each single change of a layout; advice if the layout does not fit; and how it differs from the
+    layout `best`, if one is named."""
+    ask.only(*QUESTION_PARAMETERS, "layout", "best")
     workload, best = workload_of(ask), ask.text("best")
     option = option_of(workload, layout_of(ask.text("layout", "dp=1")))
     result = SimulateResult(option, None if option.fits else nearest_fit(option))
     return {
-        "advice": for_page(result.advice) or None,
+        "advice": without_option_dashes(result.advice) or None,
         "neighbours": [neighbour.to_dict() for neighbour in neighbours(option)],
         "against": difference(option_of(workload, layout_of(best)), option) if best else None,
     }
@@ -149,4 +149,4 @@ def _changes(before: Layout, after: Layout) -> list[str]:
 
 def _ranks(option: Option) -> list[dict[str, float]]:
     """The bytes by component of every pipeline rank."""
-    return [footprint_of(option.workload, rank).parts for rank in range(min(RANKS, option.layout.pp))]
+    return [footprint_of(option.workload, rank).parts for rank in range(min(MAX_LISTED_RANKS, option.layout.pp))]

@@ -1,9 +1,9 @@
-"""The question of a page: a model, a cluster, a batch and a layout, read from the words of its address.
+"""The question of a page: a model, a cluster, a batch and a layout, read from the query parameters of its address.
 
 workload = workload_of(Ask({"model": "llama3-70b", "cluster": "8x8xH100"}))
-layout_asked(workload, ask)     # from "layout", and "move": the field that a slider changes, with its value
+requested_layout(workload, ask)     # from "layout", and "move": the field that a slider changes, with its value
 
-Models, accelerators and schedules are those of the catalogues. Files belong to the command line.
+Models, accelerators and schedules are those of the catalogues; only the command line reads files.
 """
 
 import re
@@ -39,7 +39,7 @@ class Ask:
     runs: tuple[Path, ...] = ()  # directories that the user gave; nothing else may be read
 
     def only(self, *names: str) -> None:
-        """Refuse other parameters than these: a misspelled one must not be a silent default."""
+        """Refuse all other parameters: a misspelled one must not silently mean its default."""
         if unknown := [name for name in self.query if name not in names]:
             raise UserError(
                 [f"{name!r} is not a parameter here; {did_you_mean(name, names)}" for name in unknown], "page.word"
@@ -69,7 +69,7 @@ class Ask:
 _OPTION = re.compile(r"(`[^`]*`|'fivefold [^']*')|(?<![\w-])--([a-z][a-z-]*)")
 
 
-def for_page(sentence: str) -> str:
+def without_option_dashes(sentence: str) -> str:
     """A command's sentence without the dashes of options, as the page has fields for them: "nearest: --batch 8" becomes
     "nearest: batch 8". Commands in quotes stay as they are."""
     return _OPTION.sub(lambda match: match[1] or match[2].replace("-", " "), sentence)
@@ -78,29 +78,29 @@ def for_page(sentence: str) -> str:
 # ---- question -------------------------------------------------------------------------------------------------------
 
 
-MODEL, CLUSTER = "llama3-70b", "8x8xH100"  # what the page begins with
-ASKED = ("model", "cluster", "batch", "seq", "precision", "software")
+DEFAULT_MODEL, DEFAULT_CLUSTER = "llama3-70b", "8x8xH100"
+QUESTION_PARAMETERS = ("model", "cluster", "batch", "seq", "precision", "software")
 # Limits of a question, beyond any real training, so that every answer comes in reasonable time.
-SEQUENCES, TOKENS = 1 << 20, 1 << 30  # of a step
-GPUS = 1 << 17
-LONGEST = 2000  # characters of a layout, whose split may have any number of parts
-PRODUCT = 10**9  # of a layout's degrees, whose divisors the search enumerates
+MAX_BATCH, MAX_STEP_TOKENS = 1 << 20, 1 << 30
+MAX_GPUS = 1 << 17
+MAX_LAYOUT_CHARACTERS = 2000  # a layout's split may have any number of parts
+MAX_RANKS = 10**9  # of a layout, whose divisors the search enumerates
 
 
-def words_of(workload: Workload, software: str) -> dict[str, str]:
+def query_for(workload: Workload, software: str) -> dict[str, str]:
     """The query parameters that ask for a workload."""
-    words = (workload.spec.name, str(workload.cluster), workload.batch, workload.seq, workload.precision, software)
-    return dict(zip(ASKED, map(str, words), strict=True))
+    values = (workload.spec.name, str(workload.cluster), workload.batch, workload.seq, workload.precision, software)
+    return dict(zip(QUESTION_PARAMETERS, map(str, values), strict=True))
 
 
 def workload_of(ask: Ask) -> Workload:
-    """The workload that is asked for, by names of the catalogues alone."""
-    model, cluster = ask.text("model", MODEL), ask.text("cluster", CLUSTER)
+    """The requested workload, whose names must be of the catalogues."""
+    model, cluster = ask.text("model", DEFAULT_MODEL), ask.text("cluster", DEFAULT_CLUSTER)
     if model not in PRESETS:
         raise UserError(f"unknown model {model[:60]!r}; {did_you_mean(model[:60], list(PRESETS))}", "model.unknown")
     if ".toml" in cluster.lower() or "/" in cluster:
         raise UserError(
-            f"cluster={cluster[:60]!r} is a file, and the page reads none; `fivefold plan --cluster` does",
+            f"cluster={cluster[:60]!r} is a file, but the page reads no files; `fivefold plan --cluster` does",
             "page.cluster",
         )
     if cluster.startswith("x"):
@@ -110,20 +110,20 @@ def workload_of(ask: Ask) -> Workload:
         )
     if "+" in cluster:
         raise UserError(
-            f"cluster={cluster[:60]!r} is heterogeneous, and there are no sliders for that; `fivefold plan` has them",
+            f"cluster={cluster[:60]!r} is heterogeneous, but the page has no sliders for that; use `fivefold plan`",
             "page.cluster",
         )
-    batch, seq = check_range("batch", ask.integer("batch"), within(1, SEQUENCES)), ask.integer("seq")
+    batch, seq = check_range("batch", ask.integer("batch"), within(1, MAX_BATCH)), ask.integer("seq")
     parsed = Cluster.parse(cluster)
-    if parsed.world > GPUS:
+    if parsed.world > MAX_GPUS:
         raise UserError(
-            f"{parsed} has {parsed.world} GPUs, and the page asks for at most {GPUS}; `fivefold plan` may", "page.size"
+            f"{parsed} has {parsed.world} GPUs, but the page takes at most {MAX_GPUS}; use `fivefold plan`", "page.size"
         )
-    workload = _question(model, cluster, batch, seq, ask.text("precision"), software_asked(ask))
-    if workload.batch * workload.seq > TOKENS:
+    workload = _question(model, cluster, batch, seq, ask.text("precision"), requested_software(ask))
+    if workload.batch * workload.seq > MAX_STEP_TOKENS:
         raise UserError(
-            f"batch={workload.batch} x seq={workload.seq} is {workload.batch * workload.seq} tokens in a step, and the "
-            f"page asks for at most {TOKENS}; nearest: batch={max(1, TOKENS // workload.seq)}",
+            f"batch={workload.batch} x seq={workload.seq} is {workload.batch * workload.seq} tokens in a step, but the "
+            f"page takes at most {MAX_STEP_TOKENS}; nearest: batch={max(1, MAX_STEP_TOKENS // workload.seq)}",
             "page.size",
         )
     return workload
@@ -134,7 +134,7 @@ def _question(model: str, cluster: str, batch: int | None, seq: int | None, prec
     return question(preset(model), Cluster.parse(cluster), (), batch, seq, precision, software)
 
 
-def software_asked(ask: Ask) -> str:
+def requested_software(ask: Ask) -> str:
     return ask.text("software", "fivefold")
 
 
@@ -142,30 +142,30 @@ def layout_of(text: str) -> Layout:
     """A layout read from a page's text, with schedules of the catalogue alone."""
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
-        if key == "schedule" and value not in CATALOGUE:  # a layout may name a file, and a page must not
+        if key == "schedule" and value not in CATALOGUE:  # a layout may name a file, which a page must not
             raise UserError(
                 f"unknown schedule {value[:60]!r}; {did_you_mean(value[:60], list(CATALOGUE))}",
                 "layout.schedule.unknown",
             )
-    if len(text) > LONGEST:
+    if len(text) > MAX_LAYOUT_CHARACTERS:
         raise UserError(
-            f"a layout of {len(text)} characters is longer than the {LONGEST} that the page reads", "page.size"
+            f"the layout has {len(text)} characters, but the page reads at most {MAX_LAYOUT_CHARACTERS}", "page.size"
         )
     return _in_range(Layout.parse(text))
 
 
 def _in_range(layout: Layout) -> Layout:
-    """The layout if its numbers are in range; checked before anything loops up to one of them, or divides by it."""
+    """The layout, if its numbers are in range. Checked before anything loops up to one of them or divides by it."""
     if problems := outside(layout, "layout"):
         raise UserError(list(problems.values()))
-    if layout.world > PRODUCT:
-        raise UserError(f"{layout} has {layout.world} ranks, and {PRODUCT} are the most", "page.size")
+    if layout.world > MAX_RANKS:
+        raise UserError(f"{layout} has {layout.world} ranks, but at most {MAX_RANKS} are allowed", "page.size")
     return layout
 
 
-def layout_asked(workload: Workload, ask: Ask) -> Layout:
-    """The layout that is asked for; by default data parallelism with ZeRO 3 over the whole cluster, or the nearest
-    layout that can run."""
+def requested_layout(workload: Workload, ask: Ask) -> Layout:
+    """The requested layout; by default data parallelism with ZeRO 3 over the whole cluster, or the nearest layout that
+    can run."""
     if not ask.text("layout"):
         start = Layout(dp=workload.cluster.world, zero=3, microbatches=max(1, workload.batch // workload.cluster.world))
         layout = nearest(workload, start) or start
@@ -188,7 +188,7 @@ def fields_of(layout: Layout) -> dict[str, Any]:
     return {"text": str(layout), "world": layout.world, "fields": fields}
 
 
-def described(workload: Workload, software: str) -> dict[str, Any]:
+def describe_question(workload: Workload, software: str) -> dict[str, Any]:
     """The question and the facts of its model and cluster that the page shows."""
     spec, group = workload.spec, workload.cluster.groups[0]
     links = {name: {"name": link.name, "bytes_per_second": link.bandwidth} for name, link in

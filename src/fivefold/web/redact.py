@@ -1,6 +1,6 @@
-"""A run's page for other people: without the paths and the host names of the machines that it was made on.
+"""Makes a run's page shareable: without the paths and host names of the machines that it was made on.
 
-shareable(answered_view("run", Ask({}, (Path("runs/demo"),))))
+make_shareable(answered_view("run", Ask({}, (Path("runs/demo"),))))
 """
 
 import re
@@ -22,15 +22,15 @@ _PATH = re.compile(rf"(?P<begins>{_BEGINS})(?P<between>{_BETWEEN}*)(?P<last>{_LA
 _QUOTED = re.compile(rf"(?P<quote>['\"`])(?P<path>(?:{_BEGINS})[^'\"`\n]*)(?P=quote)")
 _WHOLE = re.compile(rf"(?:{_BEGINS})[^\n]*")
 _SENTENCE = re.compile(r"[:;,]\s")
-_LONGEST_PATH, _DEEPEST = 4096, 64  # characters, and folders that are looked for in texts
-_SENTENCES = ("text", "command", "left_out")  # keys of sentences; under other keys, text that begins as a path is one
+_MAX_PATH_CHARACTERS, _MAX_PATH_DEPTH = 4096, 64
+_SENTENCE_KEYS = ("text", "command", "left_out")  # under other keys, text that begins as a path is one
 _HOMES = re.compile(r"(?i)(?:/home|/users|[a-z]:[\\/]+users)[\\/]+[^\\/]+[\\/]*")
 _ALONE = re.compile(r"/[^/\\]*")  # a name at the root is no place: "/s", "/ 2"
 _LOGIN = re.compile(r"(?<=://)[^\s/@]+@")
-_HOST = re.compile(r"\brank \d+ on (\S+)")  # in the text of a start (`_started`)
+_HOST = re.compile(r"\brank \d+ on (\S+)")  # in the text of a start (`run_files._start_event`)
 
 
-def shareable(view: dict[str, Any]) -> dict[str, Any]:
+def make_shareable(view: dict[str, Any]) -> dict[str, Any]:
     """The view with only the last part of each path, and no host names. Other text of logs stays."""
     page = view["payload"]
     texts = [event["text"] for run in page["shown"] for event in run["events"]]
@@ -50,17 +50,22 @@ def shareable(view: dict[str, Any]) -> dict[str, Any]:
     return view | {"payload": without_paths(page | {"shown": shown, "notes": []})} | parts
 
 
-def without_paths(value: Any, may_be_sentence: bool = True) -> Any:
-    """The value, in all texts of which paths are cut to their last part. A text that begins as a path is one path as a
-    whole, unless it `may_be_sentence`."""
+def without_paths(value: Any, *, may_be_sentence: bool = True) -> Any:
+    """The value, with paths in all of its texts cut to their last part. A text that begins as a path is one as a whole,
+    unless it `may_be_sentence`."""
     if isinstance(value, str):
-        return _scrubbed(value, may_be_sentence) if "/" in value or "\\" in value else value
+        return _scrub(value, may_be_sentence=may_be_sentence) if "/" in value or "\\" in value else value
     if isinstance(value, dict):
-        return {without_paths(name, False): without_paths(inner, name in _SENTENCES) for name, inner in value.items()}
-    return [without_paths(inner, may_be_sentence) for inner in value] if isinstance(value, list | tuple) else value
+        return {
+            without_paths(name, may_be_sentence=False): without_paths(inner, may_be_sentence=name in _SENTENCE_KEYS)
+            for name, inner in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [without_paths(inner, may_be_sentence=may_be_sentence) for inner in value]
+    return value
 
 
-def _scrubbed(text: str, may_be_sentence: bool) -> str:
+def _scrub(text: str, *, may_be_sentence: bool) -> str:
     text = _LOGIN.sub("", text)
     if _WHOLE.fullmatch(text) and not _ALONE.fullmatch(text) and not (may_be_sentence and _SENTENCE.search(text)):
         return _last_part(text)  # blanks belong to the path
@@ -75,14 +80,14 @@ def _last_part(path: str) -> str:
 
 
 def _places(value: Any) -> list[str]:
-    """All texts in a value that are paths as a whole, and the folders above them, the longest first. A text longer than
-    any path of Linux is skipped, and of a deep path only the upper folders are listed, to limit the memory used."""
+    """All texts in a value that are paths as a whole, and the folders above them, the longest first. To limit memory, a
+    text longer than any path of Linux is skipped, and of a deep path only the upper folders are listed."""
     if isinstance(value, dict | list):
         places = {place for inner in (value.values() if isinstance(value, dict) else value) for place in _places(inner)}
         return sorted(places, key=len, reverse=True)
-    if not isinstance(value, str) or len(value) > _LONGEST_PATH or not _WHOLE.fullmatch(value):
+    if not isinstance(value, str) or len(value) > _MAX_PATH_CHARACTERS or not _WHOLE.fullmatch(value):
         return []
-    parts = value.split("/")[:_DEEPEST]
+    parts = value.split("/")[:_MAX_PATH_DEPTH]
     return ["/".join(parts[:count]) for count in range(len(parts), 2, -1)]
 
 

@@ -29,7 +29,7 @@ from fivefold.tracing.result import TraceResult
 from fivefold.verifier.result import VerifyResult
 from fivefold.version import __version__
 from fivefold.web.question import Ask
-from fivefold.web.redact import shareable, without_paths
+from fivefold.web.redact import make_shareable, without_paths
 from fivefold.web.views import View, answer, view_of
 
 # ---- a page ---------------------------------------------------------------------------------------------------------
@@ -37,12 +37,11 @@ from fivefold.web.views import View, answer, view_of
 #
 # page = html_page("a plan", [answered_view("plan", Ask({"model": "llama3-70b", "cluster": "8x8xH100"}))])
 #
-# The scripts are those of the served page. Only their imports are changed, from a path to an entry of the file's import
-# map.
+# The scripts are those of the served page, but for their imports: a path becomes an entry of the file's import map.
 
 
 STATIC = Path(__file__).parent / "static"
-POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data: blob:"
+CONTENT_POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data: blob:"
 _IMPORTED = re.compile(r"""(["'`])(\.{1,2}/[^"'`\n]+\.js)\1""")
 _HEAD = """<!doctype html>
 <html lang="en">
@@ -76,8 +75,8 @@ def page_view(
 
 
 def answered_view(name: str, ask: Ask, parts: Sequence[str] | None = None) -> dict[str, Any]:
-    """A view with the payload that answers a question, and the parts that the payload `asks` for, all of them or those
-    in `parts`."""
+    """A view with the payload that answers a question, and the parts that the payload `asks` for: all, or those in
+    `parts`."""
     payload = answer(name, "", ask)
     asks = {part: words for part, words in payload.get("asks", {}).items() if parts is None or part in parts}
     answers = {}
@@ -97,7 +96,7 @@ def html_page(title: str, views: Sequence[dict[str, Any]], made: Mapping[str, st
     body = (STATIC / "index.html").read_text().partition("<body>")[2]
     icon = _data_url("image/svg+xml", (STATIC / "icon.svg").read_text())
     head = _HEAD.format(
-        policy=POLICY, title=html.escape(title), style=(STATIC / "style.css").read_text(),
+        policy=CONTENT_POLICY, title=html.escape(title), style=(STATIC / "style.css").read_text(),
         modules=_json({"imports": modules}), payload=_json({"title": title, "made": made, "views": list(views)}),
     )  # fmt: skip
     return f"{head}<body>{body.replace('icon.svg', icon)}"
@@ -115,13 +114,13 @@ def _modules(names: Sequence[str]) -> dict[str, str]:
 
 
 def _module_text(name: str) -> str:
-    """A module's text, whose imports have the names of the import map."""
+    """A module's text, with imports by the names of the import map."""
     folder = posixpath.dirname(name)
 
-    def renamed(match: re.Match[str]) -> str:
+    def import_map_name(match: re.Match[str]) -> str:
         return f"{match[1]}fivefold/{posixpath.normpath(posixpath.join(folder, match[2]))}{match[1]}"
 
-    return _IMPORTED.sub(renamed, (STATIC / name).read_text())
+    return _IMPORTED.sub(import_map_name, (STATIC / name).read_text())
 
 
 def _data_url(media_type: str, text: str) -> str:
@@ -143,7 +142,7 @@ def _json(value: Any) -> str:
 # read_verify_json(Path("verify.json"))           # the same from a file; a file with something else is refused
 
 
-MAX_DETAILED = 20  # layouts of a sweep that are shown in full, failed ones first
+MAX_FULL_PROOFS = 20  # of a sweep, failed ones first
 # The structs have the fields of `verify --json` that the view shows.
 
 
@@ -217,7 +216,7 @@ class Sweep(msgspec.Struct):
 
 
 def read_verify_json(path: Path) -> dict[str, Any]:
-    """The payload of a file that `verify --json` has written."""
+    """The payload of a file with the output of `verify --json`."""
     try:
         return verify_payload(read_json(path))
     except msgspec.ValidationError as error:
@@ -229,12 +228,12 @@ def read_verify_json(path: Path) -> dict[str, Any]:
 
 
 def verify_payload(table: Any) -> dict[str, Any]:
-    """The payload: the rows of a sweep, and its first layouts in full, those that fail before the others."""
+    """The payload: the rows of a sweep, and some of its layouts in full, failed ones first."""
     if not (isinstance(table, dict) and "layouts" in table):
         proof = msgspec.convert(table, Proof)
         return {"title": f"{proof.layout} of {proof.model}", "sweep": None, "proofs": [msgspec.to_builtins(proof)]}
     sweep = msgspec.convert(table, Sweep)
-    full = sorted(sweep.layouts, key=lambda proof: proof.passed)[:MAX_DETAILED]
+    full = sorted(sweep.layouts, key=lambda proof: proof.passed)[:MAX_FULL_PROOFS]
     counts = {name: getattr(sweep, name) for name in ("passed", "sampled", "total", "pairs_met", "failed")}
     return {
         "title": f"{sweep.sampled} of {sweep.total} layouts",
@@ -259,11 +258,11 @@ def _row(proof: Proof) -> dict[str, Any]:
 # ---- report ---------------------------------------------------------------------------------------------------------
 
 
-MAX_BYTES = 3_000_000  # of a report: small enough for any mail server
-HTML = ".html"
+MAX_REPORT_BYTES = 3_000_000  # small enough for any mail server
+HTML_SUFFIX = ".html"
 # Views that only a report has: the served page cannot run a proof, and shows traces in its Run view.
-TRACE = View("trace", "Trace", "what the ranks of a step did")
-VERIFY = View("verify", "Verify", "a layout against one process")
+TRACE_VIEW = View("trace", "Trace", "what the ranks of a step did")
+VERIFY_VIEW = View("verify", "Verify", "a layout against one process")
 
 
 @dataclass(frozen=True)
@@ -290,7 +289,7 @@ def report(result: Result | str | Path, output: str | Path, command: str = "") -
     ('plan', 'mesh')
     """
     path = path_of(output)
-    check_writable(path, HTML, ".htm")
+    check_writable(path, HTML_SUFFIX, ".htm")
     title, views = views_of(result)
     made = {
         "by": f"Fivefold {__version__}",
@@ -298,10 +297,10 @@ def report(result: Result | str | Path, output: str | Path, command: str = "") -
         "on": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
     }
     text = html_page(title, views, made).encode()
-    if len(text) > MAX_BYTES:
+    if len(text) > MAX_REPORT_BYTES:
         raise UserError(
-            f"the report of {title} is {len(text) / 1e6:.2f} MB; the limit is {MAX_BYTES / 1e6:g} MB; report fewer "
-            "runs, schedules, ranks or microbatches, or look at it with `fivefold ui`",
+            f"the report of {title} is {len(text) / 1e6:.2f} MB; the limit is {MAX_REPORT_BYTES / 1e6:g} MB; report "
+            "fewer runs, schedules, ranks or microbatches, or look at it with `fivefold ui`",
             "report.size",
         )
     write(path, text.decode())
@@ -312,35 +311,35 @@ def views_of(result: Result | str | Path) -> tuple[str, list[dict[str, Any]]]:
     """The title and the views of a result."""
     if isinstance(result, str | Path):
         return _path_views(path_of(result))
-    for kind, views in KINDS.items():
+    for kind, views in VIEWS_BY_RESULT.items():
         if isinstance(result, kind):
             return views(result)
-    names = ", ".join(kind.__name__ for kind in KINDS)
+    names = ", ".join(kind.__name__ for kind in VIEWS_BY_RESULT)
     raise UserError(
-        f"there is no report of a {type(result).__name__}; there are reports of {names}, and of a run", "report.kind"
+        f"there is no report of a {type(result).__name__}; reports can be made of {names}, and of a run", "report.kind"
     )
 
 
 def _plan_views(result: PlanResult) -> tuple[str, list[dict[str, Any]]]:
-    """The plan; the mesh of its layout, if it has not too many ranks; and the schedule, if it has a pipeline."""
+    """The plan; the mesh of its layout, unless it has too many ranks; and the schedule, if there is a pipeline."""
     from fivefold.planner.mesh_picture import MAX_RANKS
-    from fivefold.web.mesh import placed
-    from fivefold.web.plan import others, planned
-    from fivefold.web.schedule import stepped
+    from fivefold.web.mesh import mesh_view
+    from fivefold.web.plan import others, plan_view
+    from fivefold.web.schedule import step_view
 
-    option, views = result.explained, [page_view("plan", *planned(result), others(result))]
+    option, views = result.explained, [page_view("plan", *plan_view(result), others(result))]
     if option.layout.world <= MAX_RANKS:
-        views.append(page_view("mesh", *placed(option.workload, result.workload.software.name)))
+        views.append(page_view("mesh", *mesh_view(option.workload, result.workload.software.name)))
     simulation = option.estimate.simulation
-    if simulation is not None and (step := stepped(simulation, option.layout.microbatches)) is not None:
+    if simulation is not None and (step := step_view(simulation, option.layout.microbatches)) is not None:
         views.append(page_view("schedule", step))
     return f"{result.workload.spec.name} on {result.workload.cluster}", views
 
 
 def _draw_views(result: DrawResult) -> tuple[str, list[dict[str, Any]]]:
-    from fivefold.web.schedule import drawn, others
+    from fivefold.web.schedule import others, schedule_views
 
-    first, views = result.simulations[0].schedule, drawn(result)
+    first, views = result.simulations[0].schedule, schedule_views(result)
     names = [name for name, _, _ in views]
     title = f"{', '.join(names)}: p={first.p}, m={first.m}"
     if len(views) == 1:
@@ -362,30 +361,30 @@ def _path_views(path: Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _runs_views(path: Path) -> tuple[str, list[dict[str, Any]]]:
-    """A run's directory, or one with runs in it, of which the newest are shown."""
-    from fivefold.web.run import SHOWN
+    """The run of a directory, or the newest of the runs in it."""
+    from fivefold.web.run import MAX_SHOWN_RUNS
     from fivefold.web.run_files import runs_in
 
     roots = (path.resolve(),)
     runs, notes = runs_in(roots)
     if not runs:
         raise UserError(
-            notes or f"{path} has no run in it; a run's directory has job.toml and metrics.jsonl", "run.missing"
+            notes or f"{path} contains no run; a run's directory has job.toml and metrics.jsonl", "run.missing"
         )
-    names = list(runs)[:SHOWN]
-    return ", ".join(names), [shareable(answered_view("run", Ask({"runs": ",".join(names)}, roots)))]
+    names = list(runs)[:MAX_SHOWN_RUNS]
+    return ", ".join(names), [make_shareable(answered_view("run", Ask({"runs": ",".join(names)}, roots)))]
 
 
 def _trace_views(result: TraceResult) -> tuple[str, list[dict[str, Any]]]:
     payload = {"run": result.file.stem} | lanes(result.file)
-    return f"a trace of {payload['layout'] or 'one rank'}", [page_view(TRACE, payload)]
+    return f"a trace of {payload['layout'] or 'one rank'}", [page_view(TRACE_VIEW, payload)]
 
 
 def _verify_views(payload: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-    return payload["title"], [page_view(VERIFY, payload)]
+    return payload["title"], [page_view(VERIFY_VIEW, payload)]
 
 
-KINDS: dict[type[Result], Callable[[Any], tuple[str, list[dict[str, Any]]]]] = {
+VIEWS_BY_RESULT: dict[type[Result], Callable[[Any], tuple[str, list[dict[str, Any]]]]] = {
     PlanResult: _plan_views,
     DrawResult: _draw_views,
     VerifyResult: _result_views,

@@ -3,7 +3,7 @@
 payload(Ask({}, runs=(Path("runs"),)))                          # all runs, and the newest in full
 payload(Ask({"runs": "demo,demo-2"}, runs=...))                 # these
 tail(Ask({"run": "demo", "file": "81", "offset": "9000"}, runs=...))     # the records since then
-trace(Ask({"run": "demo", "step": "6"}, runs=...))              # its lanes, measured and simulated
+trace(Ask({"run": "demo", "step": "6"}, runs=...))              # the lanes of its trace, measured and simulated
 
 Records are those of metrics.jsonl as the trainer wrote them. A long run's curves are thinned, and the page says so.
 """
@@ -34,13 +34,13 @@ from fivefold.web.run_files import (
 )
 
 COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory", "seconds")
-LOADS = ("fullest", "entropy", "balance_loss", "z_loss", "dropped")
-SHOWN = 6  # the most runs in one picture
-BUCKETS = 600  # into which a long run's steps are split: each keeps its first step, and its extremes
-CELLS = 40_000  # the most numbers of tokens by layer and expert that are sent, over all steps
-LISTED = 1 << 20  # bytes of jobs that the list of runs reads
-QUIET = 10.0  # seconds, or five steps: a run whose directory is not claimed has ended after so long without a record
-LOCKS = Path("/proc/locks")
+LOAD_COLUMNS = ("fullest", "entropy", "balance_loss", "z_loss", "dropped")
+MAX_SHOWN_RUNS = 6  # in one picture
+CURVE_BUCKETS = 600  # into which a long run's steps are split: each keeps its first step and its extremes
+MAX_LOAD_CELLS = 40_000  # tokens by layer and expert that are sent, over all steps
+MAX_LISTED_JOB_BYTES = 1 << 20  # that the list of runs reads
+MIN_QUIET_S = 10.0  # without a record for so long, and five steps, a run that no process has claimed has ended
+KERNEL_LOCKS = Path("/proc/locks")
 
 
 def payload(ask: Ask) -> dict[str, Any]:
@@ -50,13 +50,13 @@ def payload(ask: Ask) -> dict[str, Any]:
         return {"runs": [], "shown": [], "notes": [], "asks": {}, "given": 0, "columns": COLUMNS, "now": time.time()}
     runs, notes = runs_in(ask.runs)
     names = [name for name in ask.text("runs").split(",") if name] or list(runs)[:1]
-    if len(names) > SHOWN:
-        raise UserError(f"{len(names)} runs are asked for, and a picture has at most {SHOWN}", "page.size")
+    if len(names) > MAX_SHOWN_RUNS:
+        raise UserError(f"{len(names)} runs are asked for, but a picture has at most {MAX_SHOWN_RUNS}", "page.size")
     names = list(dict.fromkeys(names))
     shown = [_full_run(run_of(runs, name), len(names)) for name in names]
     traced = next((run["name"] for run in shown if run["traced"]), None)
     return {
-        "runs": _list(list(runs.values())),
+        "runs": _list_runs(list(runs.values())),
         "shown": shown,
         "notes": notes,
         "asks": {"trace": {"run": traced}} if traced else {},
@@ -75,7 +75,7 @@ def tail(ask: Ask) -> dict[str, Any]:
     life = signature(run)
     new_events = {} if life == ask.text("life") else {"events": events(run)}
     state = _state(run, piece.records) | new_events | {"life": life, "anew": piece.anew}
-    return _drawn([piece], piece.records) | state
+    return _curves([piece], piece.records) | state
 
 
 def trace(ask: Ask) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def trace(ask: Ask) -> dict[str, Any]:
 
 
 def _full_run(run: RunFiles, runs: int) -> dict[str, Any]:
-    """All about one run, in an answer with so many `runs`."""
+    """All about one run, in an answer about `runs` of them."""
     pieces, note = all_metrics(run, runs)
     left_out = [note] if note else []  # sentences about what was not read
     records = [record for piece in pieces for record in piece.records]
@@ -105,16 +105,16 @@ def _full_run(run: RunFiles, runs: int) -> dict[str, Any]:
         "left_out": left_out,
         "life": signature(run),
         "traced": (path := run.inside("trace.json")) is not None and os.path.isfile(path),
-    } | _drawn(pieces, records) | _state(run, records)  # fmt: skip
+    } | _curves(pieces, records) | _state(run, records)  # fmt: skip
 
 
-def _drawn(pieces: Sequence[MetricsPiece], records: Sequence[Record]) -> dict[str, Any]:
+def _curves(pieces: Sequence[MetricsPiece], records: Sequence[Record]) -> dict[str, Any]:
     """Curves as columns, evaluations, the load of experts, and the offset from which `tail` goes on."""
     steps = [record for record in records if isinstance(record, Step)]
-    kept = thinned(steps)
+    kept = thin(steps)
     columns: dict[str, list[Any]] = {name: [getattr(step, name) for step in kept] for name in COLUMNS}
     if any(step.load for step in kept):
-        columns |= {name: [getattr(step.load, name, None) for step in kept] for name in LOADS}
+        columns |= {name: [getattr(step.load, name, None) for step in kept] for name in LOAD_COLUMNS}
     evaluations = [[record.step, record.held_out_loss] for record in records if isinstance(record, Evaluation)]
     return {
         "columns": columns,
@@ -129,14 +129,14 @@ def _drawn(pieces: Sequence[MetricsPiece], records: Sequence[Record]) -> dict[st
     }
 
 
-def thinned(steps: Sequence[Step]) -> Sequence[Step]:
-    """All steps of a short run; of a long one each bucket's first step, its first without a loss, and the steps with
+def thin(steps: Sequence[Step]) -> Sequence[Step]:
+    """All steps of a short run. Of a long one, each bucket's first step, its first without a loss, and the steps with
     its lowest and highest loss and its highest gradient norm."""
-    if len(steps) <= 4 * BUCKETS:
+    if len(steps) <= 4 * CURVE_BUCKETS:
         return steps
     kept = {0, len(steps) - 1}
-    for number in range(BUCKETS):
-        bucket = range(number * len(steps) // BUCKETS, (number + 1) * len(steps) // BUCKETS)
+    for number in range(CURVE_BUCKETS):
+        bucket = range(number * len(steps) // CURVE_BUCKETS, (number + 1) * len(steps) // CURVE_BUCKETS)
         with_loss = [index for index in bucket if steps[index].loss is not None]
         kept |= {bucket[0], next((index for index in bucket if steps[index].loss is None), bucket[0])}
         if with_loss:
@@ -148,12 +148,12 @@ def thinned(steps: Sequence[Step]) -> Sequence[Step]:
 
 
 def _loads(steps: Sequence[Step]) -> list[dict[str, Any]]:
-    """Tokens by layer and expert, for evenly many of the steps that have them, at most CELLS numbers; with the last."""
+    """Tokens by layer and expert, at most MAX_LOAD_CELLS: for evenly spread steps that have them, and the last."""
     loads = [(step.step, step.load.tokens) for step in steps if step.load is not None and step.load.tokens]
     if not loads:
         return []
     _, last_tokens = loads[-1]
-    most = max(1, CELLS // max(1, sum(map(len, last_tokens))))
+    most = max(1, MAX_LOAD_CELLS // max(1, sum(map(len, last_tokens))))
     stride = -(-len(loads) // most)
     return [{"step": step, "tokens": tokens} for step, tokens in loads[::-1][::stride][::-1]]
 
@@ -165,14 +165,14 @@ def _state(run: RunFiles, records: Sequence[Record]) -> dict[str, Any]:
     except OSError:
         written = None
     last = next((record for record in reversed(records) if isinstance(record, Step)), None)
-    patience = max(QUIET, 5 * last.seconds) if last else QUIET
+    patience = max(MIN_QUIET_S, 5 * last.seconds) if last else MIN_QUIET_S
     lately = written is not None and time.time() - written < patience
-    return {"training": claimed(run.path / "claim") or lately, "written": written, "now": time.time()}
+    return {"training": is_claimed(run.path / "claim") or lately, "written": written, "now": time.time()}
 
 
-def claimed(path: Path, locks: Path = LOCKS) -> bool:
-    """Whether a process of this machine holds the lock on a claim. It reads the kernel's list of locks, as taking the
-    lock would disturb the run."""
+def is_claimed(path: Path, locks: Path = KERNEL_LOCKS) -> bool:
+    """Whether a process of this machine holds the lock on a claim, by the kernel's list of locks: taking the lock would
+    disturb the run."""
     try:
         status, text = os.lstat(path), locks.read_text()
     except OSError:
@@ -181,12 +181,12 @@ def claimed(path: Path, locks: Path = LOCKS) -> bool:
     return any(inode in line.split() and "FLOCK" in line and "->" not in line for line in text.splitlines())
 
 
-def _list(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
-    """An entry for each run, the newest first. Jobs are read until they have LISTED bytes in total."""
-    bytes_left, entries = LISTED, []
+def _list_runs(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
+    """An entry for each run, the newest first. Jobs are read until they have MAX_LISTED_JOB_BYTES in total."""
+    bytes_left, entries = MAX_LISTED_JOB_BYTES, []
     for run in runs:
         bytes_left -= _size(run.path / JOB)
-        entries.append(_listed(run, run.table(JOB) if bytes_left >= 0 else {}))
+        entries.append(_list_entry(run, run.table(JOB) if bytes_left >= 0 else {}))
     return entries
 
 
@@ -197,7 +197,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _listed(run: RunFiles, job: dict[str, Any]) -> dict[str, Any]:
+def _list_entry(run: RunFiles, job: dict[str, Any]) -> dict[str, Any]:
     """What the list shows of a run, without reading its metrics."""
     try:
         written: float | None = os.lstat(run.path / METRICS_FILE).st_mtime
@@ -210,16 +210,18 @@ def _listed(run: RunFiles, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layout(job: dict[str, Any]) -> str:
-    """The layout of a job's table as text, without defaults. A schedule's file is named, and not opened."""
+    """The layout of a job's table as text, without defaults. A schedule's file is named but not opened."""
     table, defaults = _section(job, "layout"), Layout()
     if not table:
         return ""
-    words = []
+    settings = []
     for name in Layout.__struct_fields__:
         value = table.get(name)
         if name in table and value != getattr(defaults, name) and value not in ([], None):
-            words.append(name if value is True else f"{name}={Path(value).name if isinstance(value, str) else value}")
-    return ",".join(words) or "dp=1"
+            settings.append(
+                name if value is True else f"{name}={Path(value).name if isinstance(value, str) else value}"
+            )
+    return ",".join(settings) or "dp=1"
 
 
 def _section(job: dict[str, Any], name: str) -> dict[str, Any]:

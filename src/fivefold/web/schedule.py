@@ -1,4 +1,4 @@
-"""The Schedule view: a pipeline schedule on the clock, as `fivefold draw` and `fivefold compare schedules` have it.
+"""The Schedule view: a pipeline schedule on the clock, as in `fivefold draw` and `fivefold compare schedules`.
 
 payload(Ask({"schedule": "zb-v", "pp": "8", "microbatches": "16", "times": "f=1,i=1,w=1,comm=0.1", "slow": "2=1.5"}))
 
@@ -19,19 +19,19 @@ from fivefold.support.text import did_you_mean
 from fivefold.web.held import held
 from fivefold.web.question import Ask
 
-ASKED = ("pp", "microbatches", "chunks", "times", "slow")
-SCHEDULE, PP, MICROBATCHES = "1f1b", 8, 16  # what the page begins with
+PARAMETERS = ("pp", "microbatches", "chunks", "times", "slow")
+DEFAULT_SCHEDULE, DEFAULT_PP, DEFAULT_M = "1f1b", 8, 16  # what the page begins with
 DEFAULT_TIMES = {"f": 1.0, "i": 1.0, "w": 1.0, "comm": 0.0, "ep": 0.0}
-MOST = 1 << 13  # the most pipeline ranks x microbatches that a page can draw
-LAST = float("inf")  # the sort key of schedules that are refused
-FINE = 4000  # resolution of a small picture: steps of time in the makespan
-WIDEST = 256  # the most pipeline ranks, and the most chunks of one
-# The most passes and ranks that are drawn while a slider moves; larger schedules are drawn in a process of their own.
-AT_ONCE, NARROW = 1024, 16
-PLAYED = 256  # the most for which a report holds the other schedules, too
-SLIDING = 2048  # the most pipeline ranks x microbatches that the sliders offer
-RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-COUNTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+MAX_PASSES = 1 << 13  # pipeline ranks x microbatches that a page can draw
+REFUSED = float("inf")  # the makespan by which refused schedules are sorted
+TIME_STEPS = 4000  # of the makespan, in a small picture
+MAX_RANKS = 256  # of a pipeline; also the most chunks of one rank
+# Drawn while a slider moves; larger schedules are drawn in a process of their own.
+MAX_QUICK_PASSES, MAX_QUICK_RANKS = 1024, 16
+MAX_REPORT_PASSES = 256  # for which a report also holds the other schedules
+SLIDER_PASSES = 2048  # pipeline ranks x microbatches that the sliders offer
+SLIDER_PP = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+SLIDER_M = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 
 
 def payload(ask: Ask) -> dict[str, Any]:
@@ -39,47 +39,47 @@ def payload(ask: Ask) -> dict[str, Any]:
 
     A schedule that is built from the durations of the stages takes longer: it is the part `made`.
     """
-    ask.only("schedule", *ASKED)
-    name = ask.text("schedule", SCHEDULE)
+    ask.only("schedule", *PARAMETERS)
+    name = ask.text("schedule", DEFAULT_SCHEDULE)
     query = _query(ask, name)
     asked = {"pp": str(query.pp), "microbatches": str(query.microbatches)}
-    asked |= {key: ask.text(key) for key in ASKED if ask.text(key)}
-    drawn = {"drawn": None, "refused": None} if CATALOGUE[name].uses_stage_times else _drawn_or_refused(query, name)
+    asked |= {key: ask.text(key) for key in PARAMETERS if ask.text(key)}
+    drawn = {"drawn": None, "refused": None} if CATALOGUE[name].uses_stage_times else _draw_or_refuse(query, name)
     schedules = [{"name": info.name, "needs": info.needs, "made": info.uses_stage_times} for info in CATALOGUE.values()]
     return _page(query, name, schedules, asked) | drawn
 
 
-def heavy(ask: Ask) -> bool:
+def is_large(ask: Ask) -> bool:
     """Whether the schedule has many passes or many ranks."""
-    query = _query(ask, ask.text("schedule", SCHEDULE))
+    query = _query(ask, ask.text("schedule", DEFAULT_SCHEDULE))
     assert query.pp is not None
     assert query.microbatches is not None
-    return query.pp > NARROW or query.pp * query.microbatches * (query.chunks or 1) > AT_ONCE
+    return query.pp > MAX_QUICK_RANKS or query.pp * query.microbatches * (query.chunks or 1) > MAX_QUICK_PASSES
 
 
-def drawn(result: DrawResult) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """The name, the payload and the parts of every schedule of a `draw`, for a report: several are compared with each
-    other, a single one with the catalogue."""
+def schedule_views(result: DrawResult) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """The name, the payload and the parts of every schedule of a `draw`, for a report: several schedules are compared
+    with each other, a single one with the catalogue."""
     query, first = result.query, result.simulations[0].schedule
     asked = query or Query((), first.p, first.m)
-    if (passes := max(simulation.schedule.p * simulation.schedule.m for simulation in result.simulations)) > MOST:
+    if (passes := max(simulation.schedule.p * simulation.schedule.m for simulation in result.simulations)) > MAX_PASSES:
         raise UserError(
-            f"{passes} passes of a pipeline are more than the {MOST} that a page draws; -o draws a picture", "page.size"
+            f"{passes} passes of a pipeline, but a page draws at most {MAX_PASSES}; -o draws a picture", "page.size"
         )
     if len(result.simulations) > 1:
         *others, last = result.simulations
         parts = {
-            "every": {"schedules": [_row(simulation) for simulation in others], "fine": FINE, "these": True},
+            "every": {"schedules": [_row(simulation) for simulation in others], "fine": TIME_STEPS, "these": True},
             "made": _made(last),
         }
     else:  # for a large schedule the catalogue would take minutes to draw, and be too large for a mail
-        parts = _with_catalogue(asked, result.simulations[0]) if passes <= SLIDING else {}
+        parts = _with_catalogue(asked, result.simulations[0]) if passes <= SLIDER_PASSES else {}
     pages = []
     for simulation in result.simulations:
         schedule = simulation.schedule
         name, own_query = schedule.name, replace(asked, pp=schedule.p, microbatches=schedule.m)
         schedules = [{"name": name, "needs": CATALOGUE[name].needs if name in CATALOGUE else "", "made": False}]
-        page = _page(own_query, name, schedules, {}) | {"drawn": _drawn(simulation), "refused": None}
+        page = _page(own_query, name, schedules, {}) | {"drawn": _draw(simulation), "refused": None}
         pages.append((name, page, parts))
     return pages
 
@@ -89,7 +89,9 @@ def others(result: DrawResult) -> dict[str, Any] | None:
     microbatches. None for a schedule of a file, and for a large one."""
     (simulation,) = result.simulations
     schedule, asked = simulation.schedule, result.query
-    counts = [m for m in (schedule.m // 2, schedule.m, 2 * schedule.m) if m >= 1 and schedule.p * m <= PLAYED]
+    counts = [
+        m for m in (schedule.m // 2, schedule.m, 2 * schedule.m) if m >= 1 and schedule.p * m <= MAX_REPORT_PASSES
+    ]
     if asked is None or schedule.name not in CATALOGUE or schedule.m not in counts:
         return None
     answers: dict[str, dict[str, Any]] = {}
@@ -98,7 +100,7 @@ def others(result: DrawResult) -> dict[str, Any] | None:
         query = replace(asked, pp=schedule.p, microbatches=m, memory=None, group=None)
         for name in CATALOGUE:
             words = {} if m == schedule.m else {"schedule": schedule.name, "microbatches": str(m)}
-            page = _page(query, name, listed, words) | _drawn_or_refused(query, name)
+            page = _page(query, name, listed, words) | _draw_or_refuse(query, name)
             answers[f"{name} {m}"] = {"payload": page, "parts": {}}
         mine = answers[f"{schedule.name} {m}"]
         if m != schedule.m and mine["payload"]["drawn"]:
@@ -109,15 +111,15 @@ def others(result: DrawResult) -> dict[str, Any] | None:
     return held(("schedule", "microbatches"), answers, own, offers | {"fixed": True})
 
 
-def stepped(simulation: Simulation, microbatches: int) -> dict[str, Any] | None:
-    """The payload of a step that the planner has simulated, in seconds; the step has so many `microbatches`, of which
-    the simulation may have fewer. None if it is too large for a report."""
+def step_view(simulation: Simulation, microbatches: int) -> dict[str, Any] | None:
+    """The payload of a step of `microbatches` that the planner has simulated, perhaps with fewer of them, in seconds.
+    None if it is too large for a report."""
     name, p, m = simulation.schedule.name, simulation.schedule.p, simulation.schedule.m
-    if p * m * max(1, len(simulation.schedule.placement.owner) // p) > SLIDING:
+    if p * m * max(1, len(simulation.schedule.placement.owner) // p) > SLIDER_PASSES:
         return None
     schedules = [{"name": name, "needs": CATALOGUE[name].needs if name in CATALOGUE else "", "made": False}]
     page = _page(Query((), p, m), name, schedules, {})
-    return page | {"drawn": _drawn(simulation), "refused": None, "clock": "s", "microbatches": microbatches}
+    return page | {"drawn": _draw(simulation), "refused": None, "clock": "s", "microbatches": microbatches}
 
 
 def _with_catalogue(query: Query, simulation: Simulation) -> dict[str, Any]:
@@ -131,17 +133,20 @@ def _with_catalogue(query: Query, simulation: Simulation) -> dict[str, Any]:
     made = (
         _made(simulation)
         if name == maker
-        else {"schedule": maker} | _drawn_or_refused(replace(asked, chunks=None, group=None), maker)
+        else {"schedule": maker} | _draw_or_refuse(replace(asked, chunks=None, group=None), maker)
     )
-    return {"every": {"schedules": sorted(rows, key=lambda row: row.get("makespan", LAST)), "fine": FINE}, "made": made}
+    return {
+        "every": {"schedules": sorted(rows, key=lambda row: row.get("makespan", REFUSED)), "fine": TIME_STEPS},
+        "made": made,
+    }
 
 
 def _made(simulation: Simulation) -> dict[str, Any]:
-    return {"schedule": simulation.schedule.name, "drawn": _drawn(simulation), "refused": None}
+    return {"schedule": simulation.schedule.name, "drawn": _draw(simulation), "refused": None}
 
 
 def _row(simulation: Simulation) -> dict[str, Any]:
-    return figures_of(simulation) | {"needs": "", "lanes": _small(simulation)}
+    return figures_of(simulation) | {"needs": "", "lanes": _draw_small(simulation)}
 
 
 def _page(query: Query, name: str, schedules: list[dict[str, Any]], asked: dict[str, str]) -> dict[str, Any]:
@@ -155,23 +160,23 @@ def _page(query: Query, name: str, schedules: list[dict[str, Any]], asked: dict[
 
 
 def every(ask: Ask) -> dict[str, Any]:
-    """The schedules of the catalogue for the same numbers, the quickest first, each as a small picture; or why it is
+    """The schedules of the catalogue for the same numbers, the fastest first: a small picture of each, or why it is
     refused."""
-    ask.only(*ASKED)
+    ask.only(*PARAMETERS)
     query = _query(ask, *(name for name, info in CATALOGUE.items() if not info.uses_stage_times))
-    return {"schedules": sorted(_rows(query), key=lambda row: row.get("makespan", LAST)), "fine": FINE}
+    return {"schedules": sorted(_rows(query), key=lambda row: row.get("makespan", REFUSED)), "fine": TIME_STEPS}
 
 
 def made(ask: Ask) -> dict[str, Any]:
     """The schedule that is built from the durations, as `payload` has others."""
-    ask.only(*ASKED)
+    ask.only(*PARAMETERS)
     (name,) = (name for name, info in CATALOGUE.items() if info.uses_stage_times)
-    return {"schedule": name} | _drawn_or_refused(_query(ask, name), name)
+    return {"schedule": name} | _draw_or_refuse(_query(ask, name), name)
 
 
-def _drawn_or_refused(query: Query, name: str) -> dict[str, Any]:
+def _draw_or_refuse(query: Query, name: str) -> dict[str, Any]:
     try:
-        return {"drawn": _drawn(query.simulate(name)), "refused": None}
+        return {"drawn": _draw(query.simulate(name)), "refused": None}
     except UserError as error:
         return {"drawn": None, "refused": str(error)}
 
@@ -185,29 +190,29 @@ def _rows(query: Query) -> list[dict[str, Any]]:
         except UserError as error:
             results[name] = error
     rows = CompareResult(query, results).to_dict()["schedules"]
-    drawn = {name: _small(result) if isinstance(result, Simulation) else [] for name, result in results.items()}
+    drawn = {name: _draw_small(result) if isinstance(result, Simulation) else [] for name, result in results.items()}
     return [row | {"lanes": drawn[row["schedule"]]} for row in rows]
 
 
 def _query(ask: Ask, *names: str) -> Query:
     """The query of a page for these schedules, with limits on its size."""
-    if unknown := [name for name in names if name not in CATALOGUE]:  # it may be a file's, and a page reads none
+    if unknown := [name for name in names if name not in CATALOGUE]:  # it may name a file, and a page reads none
         raise UserError(
             f"unknown schedule {unknown[0][:60]!r}; {did_you_mean(unknown[0][:60], list(CATALOGUE))}",
             "layout.schedule.unknown",
         )
-    pp, m = _integer(ask, "pp", PP, WIDEST), _integer(ask, "microbatches", MICROBATCHES, MOST)
+    pp, m = _integer(ask, "pp", DEFAULT_PP, MAX_RANKS), _integer(ask, "microbatches", DEFAULT_M, MAX_PASSES)
     chunks = ask.integer("chunks") if any(CATALOGUE[name].any_chunks for name in names) else None
-    check_range("chunks", chunks, within(1, WIDEST))
-    most, by_chunks = (MOST, "") if chunks is None else (4 * MOST, f" x chunks={chunks}")
+    check_range("chunks", chunks, within(1, MAX_RANKS))
+    most, by_chunks = (MAX_PASSES, "") if chunks is None else (4 * MAX_PASSES, f" x chunks={chunks}")
     if pp * m * (chunks or 1) > most:
         raise UserError(
-            f"pp={pp} x microbatches={m}{by_chunks} is more than the {most} that a page draws; `fivefold draw` may",
+            f"pp={pp} x microbatches={m}{by_chunks} is more than the {most} that a page draws; use `fivefold draw`",
             "page.size",
         )
     slow = parse_slow(ask.text("slow"))
     if absent := next((rank for rank in slow if rank >= pp), None):
-        raise UserError(f"slow names rank {absent}, and pp={pp} has the ranks 0 to {pp - 1}", "schedule.slow")
+        raise UserError(f"slow names rank {absent}, but pp={pp} has the ranks 0 to {pp - 1}", "schedule.slow")
     return Query(names, pp, m, chunks, times=Durations(Durations.parse(ask.text("times")).values, slow))
 
 
@@ -238,8 +243,8 @@ def _steps(query: Query) -> dict[str, list[Any]]:
     shortest = min(min(values.get(key, (1.0,))) for key in ("f", "i"))
     tenths = [n / 10 for n in range(1, 31)]
     return {
-        "pp": sorted({query.pp, *(n for n in RANKS if n * query.microbatches <= SLIDING)}),
-        "microbatches": sorted({query.microbatches, *(n for n in COUNTS if n * query.pp <= SLIDING)}),
+        "pp": sorted({query.pp, *(n for n in SLIDER_PP if n * query.microbatches <= SLIDER_PASSES)}),
+        "microbatches": sorted({query.microbatches, *(n for n in SLIDER_M if n * query.pp <= SLIDER_PASSES)}),
         "chunks": [2, 3, 4, 6, 8],
         "f": tenths,
         "i": tenths,
@@ -251,7 +256,7 @@ def _steps(query: Query) -> dict[str, list[Any]]:
     }
 
 
-def _drawn(simulation: Simulation) -> dict[str, Any]:
+def _draw(simulation: Simulation) -> dict[str, Any]:
     schedule = simulation.schedule
     lanes = [list(simulation.drawn(rank)) for rank in range(schedule.p)]
     return {
@@ -269,9 +274,9 @@ def _drawn(simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def _small(simulation: Simulation) -> list[dict[str, Any]]:
-    """For every rank the kinds and chunks of its boxes, and their starts and ends as steps of FINE in the makespan."""
-    chunk, scale = simulation.schedule.placement.chunk, FINE / simulation.makespan
+def _draw_small(simulation: Simulation) -> list[dict[str, Any]]:
+    """By rank: the kinds and chunks of its boxes, and their starts and ends in TIME_STEPS of the makespan."""
+    chunk, scale = simulation.schedule.placement.chunk, TIME_STEPS / simulation.makespan
     ranks = []
     for rank in range(simulation.schedule.p):
         boxes = list(simulation.drawn(rank))

@@ -1,7 +1,7 @@
 """A process that answers one question after the other: lines of JSON in, lines of JSON out.
 
-Answers that take seconds are computed here and not in the server: a newer question ends this process at once, and
-sliders stay quick meanwhile.
+Answers that take seconds are computed here and not in the server, so that a newer question can end this process and
+sliders stay quick.
 """
 
 import importlib
@@ -25,7 +25,7 @@ class WorkerQuestion(msgspec.Struct):
 
 
 def respond(line: bytes, runs: tuple[Path, ...]) -> dict[str, Any]:
-    """The answer, or the problems with the question, or the trace of a bug."""
+    """The answer, the problems of the question, or the traceback of a bug."""
     question = msgspec.json.decode(line, type=WorkerQuestion)
     try:
         return {"answer": answer(question.view, question.part, Ask(question.query, runs))}
@@ -37,8 +37,8 @@ def respond(line: bytes, runs: tuple[Path, ...]) -> dict[str, Any]:
 
 def main() -> None:
     runs = tuple(map(Path, sys.argv[1:]))
-    os.nice(10)  # the server, which answers sliders, goes first
-    importlib.import_module("fivefold.planner.plan")  # takes longest, so it is imported before the first question
+    os.nice(10)  # the server, which answers sliders, comes first
+    importlib.import_module("fivefold.planner.plan")  # takes longest to import, so before the first question
     try:
         for line in sys.stdin.buffer:
             sys.stdout.buffer.write(msgspec.json.encode(respond(line, runs)) + b"\n")

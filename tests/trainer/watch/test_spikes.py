@@ -75,8 +75,13 @@ def test_what_was_skipped_does_not_become_usual_and_what_was_warned_of_does() ->
 
 @pytest.mark.parametrize("numbers", [(math.nan, 1.0), (2.0, math.inf)])
 def test_no_number_stops_the_run_unless_asked_otherwise(numbers: tuple[float, float]) -> None:
-    with pytest.raises(TrainingError, match=r"step 9: loss .* samples 32 to 35; the weights were not touched"):
+    with pytest.raises(TrainingError, match=r"step 9: loss .* samples 32 to 35; the weights were not touched$"):
         policy().look(9, 32, 36, StepNumbers(*numbers))
+    by_plugin = Policy(WatchConfig(), "mine:Mine")
+    with pytest.raises(TrainingError, match=r"step 1: .* weights were not touched$"):
+        by_plugin.look(1, 0, 4, StepNumbers(*numbers))
+    with pytest.raises(TrainingError, match=r"step 2: .*; they are as mine:Mine, a plugin, has left them, which may"):
+        by_plugin.look(2, 4, 8, StepNumbers(*numbers))
     found = policy(nonfinite="skip").look(9, 32, 36, StepNumbers(*numbers))
     assert found is not None
     assert (found.action, found.why) == ("skip", "nonfinite")

@@ -46,7 +46,7 @@ function gauge(row) {
     element("p", { class: "small dim" }, `What was measured lies ${inside ? "inside" : "outside"} the predicted range.`));
 }
 
-const HEADS = "Error: mean absolute error of the step time. Null model: that of the best single hardware utilisation for each source. OOM right: rows of which the planner says rightly whether they fit.";
+const HEADS = "Error: mean absolute error of the step time. Null model: that of the best single hardware utilisation for each source. OOM right: rows whose fit is predicted correctly.";
 
 /** A line for each source, dense models first; the button of one filters by it. */
 export function sourceTable(lines, looks, chosen, onTake) {
