@@ -214,6 +214,8 @@ DECISION = rows_of(
     ("sequences for tokens", [("4194304", "512")], ["tokens_per_step is 0.000122 x"]),
     ("127 GPUs", [("dp=128", "dp=127")], ["does not divide", "there are 128"]),
     ("another name", [("bubble", "buble")], ["bubble is not written yet", "did you mean 'bubble'"]),
+    ("a number in quotes", [("70.6e9", '"70.6e9"')], ["parameters = '70.6e9' is no number"]),
+    ("no number", [("step_seconds = 32", "step_seconds = nan")], ["step_seconds = nan is no number"]),
     ("no TOML", [("bubble = 0", "bubble: 0")], ["is no TOML"]),
 )  # fmt: skip
 MISTAKES = [

@@ -132,3 +132,21 @@ def test_the_labs_that_run_on_ranks_are_timed() -> None:
 
 def test_every_lab_has_ten_planted_mistakes() -> None:
     assert all(sum(mistake.lab == lab.name for mistake in MISTAKES) >= 10 for lab in LABS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bubble", [3 / 67, 0.0765], ids=["by the formula", "with unequal stages"])
+def test_a_decision_with_a_pipeline_states_its_bubble_by_the_formula_or_by_the_planner(
+    bubble: float, tmp_path: Path
+) -> None:
+    text = (SOLUTIONS / "decision.toml").read_text()
+    for old, new in (
+        ("dp=128,zero=3,microbatches=2,recompute=full", "dp=8,tp=4,pp=4,zero=1,sp,microbatches=64,recompute=selective"),
+        ("state_gb = 8.8", "state_gb = 34.1"),
+        ("bubble = 0", f"bubble = {bubble}"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "decision.toml").write_text(text)
+    found = check_lab(tmp_path)
+    assert found.ok, str(found)

@@ -1,11 +1,13 @@
 """The decision: a layout for 70B on 128 GPUs, with its arithmetic, judged against the planner."""
 
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fivefold.labs.lab import FileVerdict, Lab
+from fivefold.layout.layout import Layout
 from fivefold.planner.plan import plan, simulate
 from fivefold.support.errors import UserError
 from fivefold.support.text import did_you_mean, si
@@ -23,18 +25,28 @@ class StatedFigure(NamedTuple):
     planned: float
     allowed: float
     how: str  # it follows
+    textbook: float | None = None  # what the formula of `how` gives where the planner knows more; as right
 
 
-def quantities(option: Mapping[str, Any], parameters: float, bubble: float) -> list[StatedFigure]:
+def quantities(option: Mapping[str, Any], parameters: float, bubble: float, layout: Layout) -> list[StatedFigure]:
     """All that the answer states, for its own layout."""
     tokens = BATCH * SEQ
+    others = layout.pp - 1
+    formula = others / (layout.microbatches + others) if layout.schedule in ("1f1b", "gpipe") else None
     held = sum(option["memory_by_component"].get(part, 0) for part in _STATE)
     return [
-        StatedFigure("parameters", parameters, 0.02, "12 matrices' worth of each layer, and embedding and head apart"),
+        StatedFigure(
+            "parameters",
+            parameters,
+            0.02,
+            "q and o, k and v of 8 of 64 heads, three matrices of the MLP; embedding and head apart",
+        ),
         StatedFigure("tokens_per_step", tokens, 0.0, "sequences x tokens of each"),
-        StatedFigure("flops_per_step", 6 * parameters * tokens, 0.1, "6 for each parameter and token, and attention"),
+        StatedFigure(
+            "flops_per_step", 6 * parameters * tokens, 0.1, "6 for each parameter and token, without attention's scores"
+        ),
         StatedFigure("state_gb", held / 1e9, 0.15, "bytes of weights, gradients and Adam, divided by their axes"),
-        StatedFigure("bubble", bubble, 0.25, "(p - 1) / (m + p - 1) of the time, 0 without a pipeline"),
+        StatedFigure("bubble", bubble, 0.25, "(p - 1) / (m + p - 1) of the time, 0 without a pipeline", formula),
         StatedFigure("step_seconds", option["step_seconds"], 0.3, "FLOPs / (128 x 989e12 x the MFU you expect)"),
     ]
 
@@ -52,8 +64,8 @@ def judge(lab: Lab, file: Path) -> FileVerdict:
     except UserError as error:
         return FileVerdict(lab.name, lab.title, _HEADS, [], error.problems)
     option = own.to_dict()
-    bubble = own.simulation.bubble_makespan if own.simulation else 0.0
-    wanted = quantities(option, float(own.option.workload.spec.parameter_count), bubble)
+    workload, bubble = own.option.workload, own.option.estimate.bubble
+    wanted = quantities(option, float(workload.spec.parameter_count), bubble, workload.layout)
     rows, problems = [], []
     for one in wanted:
         row, problem = _compared(one, answer.get(one.name))
@@ -74,10 +86,14 @@ def judge(lab: Lab, file: Path) -> FileVerdict:
 
 def _compared(one: StatedFigure, stated: Any) -> tuple[list[str], list[str]]:
     allowed = f"{one.allowed:.0%}" if one.allowed else "none"
-    if isinstance(stated, bool) or not isinstance(stated, int | float) or stated < 0:
+    if stated in (None, -1):
         return [one.name, "-", si(one.planned), allowed], [f"{one.name} is not written yet: {one.how}"]
+    if isinstance(stated, bool) or not isinstance(stated, int | float) or not 0 <= stated < math.inf:
+        wrong = f"{one.name} = {stated!r} is no number of 0 or more; write it without quotes, as 70.6e9"
+        return [one.name, "-", si(one.planned), allowed], [wrong]
     row = [one.name, si(float(stated)), si(one.planned), allowed]
-    if abs(stated - one.planned) <= one.allowed * one.planned + 1e-9:
+    right = [one.planned] if one.textbook is None else [one.planned, one.textbook]
+    if any(abs(stated - figure) <= one.allowed * figure + 1e-9 for figure in right):
         return row, []
     ratio = f"{stated / one.planned:.3g} x the planner's" if one.planned else f"{stated:g}, and the planner's is 0"
     return row, [f"{one.name} is {ratio}: {one.how}"]
