@@ -66,7 +66,7 @@ def test_one_process_beside_a_bare_loop_and_hugging_face() -> None:
 
 @pytest.mark.slow
 def test_scaling_has_a_line_for_each_layout_and_the_simulators_word(monkeypatch) -> None:
-    monkeypatch.setattr("fivefold.machines.calibrate.ROUNDS", 1)
+    monkeypatch.setattr("fivefold.machines.calibrate.CORE_ROUNDS", 1)
     found = invoke("peers", "--scaling", "--rounds", "1", "--batch", "4", "--only", "dp,pp", "--predict")
     lines = found["layouts"]
     assert [line["layout"] for line in lines] == ["dp=2", "pp=2,microbatches=4"]
