@@ -69,8 +69,8 @@ def test_links_and_pictures_of_the_readme_lead_to_the_repository_from_a_package_
         ("https://user:token@host/owner/name", ADDRESS),
         ("git@host:owner/name.git", ADDRESS),
         ("ssh://git@host/owner/name.git", ADDRESS),
-        ("/work/main", ""),
-        ("file:///work/main", ""),
+        ("/home/me/clone", ""),
+        ("file:///home/me/clone", ""),
         ("", ""),
     ],
 )
