@@ -65,9 +65,12 @@ ATTENTION = rows_of(
     ("a mean", [("        dist.all_reduce(x, group=group)\n        return x", "        dist.all_reduce(x, group=group)\n        return x / dist.get_world_size(group)")],
      ["the output of the layer is 0.5 x = 1/tp x", "a sum is wanted, and not the mean"]),
     ("a shared kv head's gradient is summed over all ranks", [("Copy.apply(k, self.sharing), Copy.apply(v, self.sharing)", "Copy.apply(k, self.group), Copy.apply(v, self.group)")], ["2 of 5 gradients (attention.k, attention.v)", "sum over these, and not over all ranks"]),
-    ("groups that only their ranks make", [("            made = dist.new_group(ranks) if sharing > 1 else None\n            if rank in ranks:\n                self.sharing = made",
-      "            if rank in ranks and sharing > 1:\n                self.sharing = dist.new_group(ranks)")], ["is in __init__ (attention.py, line", "`dist.new_group` is called by all ranks"]),
-    ("nothing is divided", [("        own = range(rank * heads // tp, (rank + 1) * heads // tp)", "        own = range(heads)")], ["what the heads give is whole on every rank, (2, 6, 16): each is to have its part of dimension -1"]),
+    ("only the first ranks sum a shared kv head", [("            made = dist.new_group(ranks) if sharing > 1 else None\n            if rank in ranks:\n                self.sharing = made",
+      "            if rank in ranks and sharing > 1 and first == 0:\n                self.sharing = dist.new_group(ranks)")], ["2 of 5 gradients (attention.k, attention.v)", "disagree"]),
+    ("nothing is divided", [("        own = range(rank * heads // tp, (rank + 1) * heads // tp)", "        own = range(heads)")], ["what the heads give is whole on every rank, (2, 6, 32): each is to have its part of dimension -1"]),
+    ("kv heads in turn", [("k, v = k[:, self.of_query], v[:, self.of_query]", "k, v = (side.repeat(1, len(self.of_query) // side.shape[1], 1, 1) for side in (k, v))")],
+     ["what the heads give", "which kv head each query head uses"]),
+    ("the width of a head from the stream", [("self.d = q.shape[0] // heads", "self.d = q.shape[1] // heads")], ["what the heads give"]),
     ("weights that are no parameters", [("nn.Parameter(q[rows].clone())", "q[rows].clone()")], ["has no parameter attention.q", "an nn.Parameter called q"]),
 )  # fmt: skip
 SEQUENCE = rows_of(

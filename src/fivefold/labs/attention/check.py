@@ -76,5 +76,5 @@ class Check:
         return {"loss": loss.detach()}
 
 
-heads, grouped, shared = Check(4), Check(2), Check(1)
+heads, grouped, paired, shared = Check(8), Check(4), Check(2), Check(1)
 bench = Check(8, heads=8, head=32, shape=(4, 256, 256))

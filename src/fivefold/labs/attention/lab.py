@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from fivefold.labs.lab import F64, Case, Hint, Lab, along
 from fivefold.labs.messages import LabMessage
 
-B, S, D, HEAD = 2, 6, 16, 4  # sequences, tokens, width, and width of a head
-HEADS = 4
+B, S, D, HEAD = 2, 6, 20, 4  # sequences, tokens, width of the stream, and of a head: no head is D / HEADS wide
+HEADS = 8
 SUMMED = "the output of the layer"
 MIXED = "what the heads give"
 
@@ -29,8 +29,10 @@ LAB = Lab(
     "Tensor-parallel attention",
     "heads over ranks, two all-reduces a layer, and kv heads that are fewer than ranks",
     (
-        Case("heads", ("tp=2", "tp=4"), "four heads", needs(4), {MIXED: -1, SUMMED: None}),
-        Case("grouped", ("tp=2", "tp=4"), "two kv heads", needs(2), {MIXED: -1, SUMMED: None}),
+        Case("heads", ("tp=2", "tp=4"), "eight heads", needs(8), {MIXED: -1, SUMMED: None}),
+        # With tp=2 a rank has two kv heads of two query heads each: in which order, shows only here.
+        Case("grouped", ("tp=2", "tp=4"), "four kv heads", needs(4), {MIXED: -1, SUMMED: None}),
+        Case("paired", ("tp=4",), "kv heads that two ranks share", needs(2), {MIXED: -1, SUMMED: None}),
         Case("shared", ("tp=2", "tp=4"), "kv heads that ranks share", needs(1), {MIXED: -1, SUMMED: None}),
     ),
     (
