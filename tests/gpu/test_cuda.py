@@ -12,8 +12,9 @@ from torch import Tensor
 from fivefold.checkpoint.shards import shards_to_write
 from fivefold.checkpoint.staging import Staging
 from fivefold.data.corpus import stdlib_corpus
-from fivefold.job.config import TrainConfig, read_job
+from fivefold.job.config import TrainConfig
 from fivefold.job.preflight import preflight
+from fivefold.job.reading import read_job
 from fivefold.launch.device import make_repeatable
 from fivefold.model import philox
 from fivefold.model.compiler import compilation, compile_function

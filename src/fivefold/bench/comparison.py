@@ -30,7 +30,8 @@ from fivefold.cost.software import ON_CPUS
 from fivefold.cost.step import Workload, estimate
 from fivefold.hardware.accelerators import Accelerator, Link, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
+from fivefold.job.reading import read_job
 from fivefold.launch import processes
 from fivefold.layout.layout import Layout
 from fivefold.losses.cross_entropy import PLAIN

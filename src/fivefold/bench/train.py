@@ -20,8 +20,9 @@ from msgspec import structs
 from fivefold.bench.comparison import of_one_process, only_ours
 from fivefold.bench.harness import HUGGING_FACE, OURS, OnProgress, choices, ratio, refuse, table, too_small, turns
 from fivefold.hardware.accelerators import find_accelerator
-from fivefold.job.config import Job, TraceConfig, read_job
+from fivefold.job.config import Job, TraceConfig
 from fivefold.job.preflight import run_directory_problems
+from fivefold.job.reading import read_job
 from fivefold.launch import processes
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.support.errors import UserError
