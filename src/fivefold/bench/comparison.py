@@ -9,6 +9,7 @@ All ranks wait for each other between steps; a system of one process has the mac
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from msgspec import structs
@@ -36,6 +37,7 @@ from fivefold.launch import processes
 from fivefold.layout.layout import Layout
 from fivefold.losses.cross_entropy import PLAIN
 from fivefold.render.blocks import Block, Result, Text
+from fivefold.spec.blocks import RopeScaling
 from fivefold.spec.hf import to_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
@@ -45,6 +47,8 @@ from fivefold.support.text import plural
 # PyTorch's own implementation of each axis.
 PYTORCH_PEERS = {"dp": "DDP", "zero": "FSDP2", "tp": "DTensor", "pp": "pipelining"}
 BARE_LOOP = "bare loop"
+# Kinds of config.json by the model of torchtitan that is the same.
+TORCHTITAN_FAMILIES = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3"}
 COLUMNS = {
     "~system": "system", ">s/step": "seconds:.3f", ">slowest": "slowest:.3f", ">of single": "of_its_single:.3f",
     ">limit": "limit:.3f", ">of bare": "of_bare:.3f", ">loss": "loss:.4f",
@@ -276,6 +280,21 @@ def _hf_problems(model: ModelSpec) -> list[str]:
         to_hf_config(model, "float32")
     except UserError as error:
         return list(error.problems)
+    return []
+
+
+def torchtitan_problems(model: ModelSpec) -> list[str]:
+    """Why torchtitan's Llama 3 and Qwen3 are not this model."""
+    try:
+        kind = to_hf_config(model, "float32")["model_type"]
+    except UserError as error:
+        return list(error.problems)
+    if find_spec("torchtitan") is None:
+        return ["it is not installed; nearest: pip install --no-deps torchtitan==0.2.2 tyro typeguard docstring_parser"]
+    if kind not in TORCHTITAN_FAMILIES:
+        return [f"torchtitan is measured with {', '.join(TORCHTITAN_FAMILIES)}, and {model.name} is {kind}"]
+    if kind == "llama" and (model.tied or (model.rope_scaling and not isinstance(model.rope_scaling, RopeScaling))):
+        return [f"torchtitan's Llama 3 is untied with Llama 3's rotation, and {model.name} is not; nearest: llama3-8b"]
     return []
 
 
