@@ -153,7 +153,8 @@ class Permute(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        if kernels := _kernels(gradient):
+        # In a graph the sum is fused with that of the gradients of gate and up, which it adds.
+        if not torch.compiler.is_compiling() and (kernels := _kernels(gradient)):
             return kernels.combine(gradient, ctx.saved_tensors[0], None, ctx.shape[0]), None, None
         row_of = ctx.saved_tensors[0].view(-1, ctx.top_k)
         # One of the K at a time: compiled, one kernel that reads whole rows.

@@ -85,7 +85,7 @@ def _(x: Tensor, row_of: Tensor) -> Tensor:
 def combine(rows: Tensor, row_of: Tensor, weights: Tensor | None, tokens: int) -> Tensor:
     """rows [n * K, E] -> [n, E]: the sum of each token's rows, the first assignment's first, times its weights."""
     rows = rows.contiguous()
-    out = rows.new_zeros(tokens, rows.shape[1])
+    out = rows.new_empty(tokens, rows.shape[1])
     if len(row_of):
         _combine[(tokens,)](
             rows, row_of, rows if weights is None else weights.contiguous(), out, rows.shape[1],
