@@ -58,6 +58,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     eval_samples: NoneOrMore = 64  # held-out sequences per evaluation
     log_every: Steps = 10  # steps between printed lines where there is no terminal
     count: bool = False  # count bytes held and sent, and FLOPs, in the second step, and print them at the end
+    digest: bool = False  # writes a digest of every parameter after each step, for `fivefold compare runs`
     timeout: Annotated[float, within(0.001, MAX_SECONDS)] = 600.0  # seconds that a rank waits for another
 
 

@@ -38,7 +38,9 @@ RULES = {
     **dict.fromkeys(
         ("train.device", "train.share_gpu", "train.compile", "train.deterministic"), FREE
     ),  # rounding, as layouts do
-    **dict.fromkeys(("train.eval_every", "train.eval_samples", "train.log_every", "train.count"), FREE),  # only look
+    **dict.fromkeys(
+        ("train.eval_every", "train.eval_samples", "train.log_every", "train.count", "train.digest"), FREE
+    ),  # only look
     "train.timeout": FREE,
     "checkpoint": FREE,
     "watch": FREE,  # most only look

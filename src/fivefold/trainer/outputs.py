@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -26,7 +27,16 @@ from fivefold.support.text import bytes_text, plural, si
 from fivefold.tracing.records import Trace
 from fivefold.tracing.result import TraceFile
 from fivefold.trainer.directories import owners, sign
-from fivefold.trainer.records import METRICS_FILE, Evaluation, MetricsFile, Step, StepDecision, trim
+from fivefold.trainer.records import (
+    DIGESTS_FILE,
+    METRICS_FILE,
+    Digests,
+    Evaluation,
+    MetricsFile,
+    Step,
+    StepDecision,
+    trim,
+)
 
 Say = Callable[[str], None]
 
@@ -50,6 +60,8 @@ class Outputs:
             self.describe()
             self.earlier, damaged = trim(metrics, done)
             self.metrics = MetricsFile(metrics, say)
+            trim(directory / DIGESTS_FILE, done)  # also where none are asked for now: what is undone is no longer true
+            self.digests = MetricsFile(directory / DIGESTS_FILE, say) if job.train.digest else None
         except OSError as error:
             raise cannot_write(Path(error.filename or directory), error) from None
         for name in job.run.heard:
@@ -114,13 +126,18 @@ class Outputs:
         self.metrics.on_step(record)
         self.tell("step", record)
 
+    def on_digests(self, record: Digests) -> None:
+        if self.digests is not None:
+            self.digests.on_step(record)
+
     def on_evaluation(self, record: Evaluation) -> None:
         self.metrics.on_evaluation(record)
         self.tell("evaluation", record)
 
     def on_decision(self, record: StepDecision) -> None:
         self.done = record.place
-        self.keep(self.metrics.path, lambda: self.metrics.on_decision(record))
+        for file in self._records:
+            self.keep(file.path, partial(file.on_decision, record))
         self.tell("decision", record)
 
     def on_checkpoint(self, step: int) -> None:
@@ -129,12 +146,17 @@ class Outputs:
     def trace(self, trace: Trace) -> None:
         self.keep(self.traced.path, lambda: self.traced(trace))
 
+    @property
+    def _records(self) -> list[MetricsFile]:
+        return [self.metrics, *([self.digests] if self.digests is not None else [])]
+
     def close(self) -> None:
-        self.metrics.close()
+        for file in self._records:
+            file.close()
         self.tell("end", self.done)
-        if self.metrics.lost:
-            records = f"{plural(self.metrics.lost, 'record')} of {self.metrics.path}"
-            self.lost.append(f"{records} could not be kept: {self.metrics.why}")
+        for file in self._records:
+            if file.lost:
+                self.lost.append(f"{plural(file.lost, 'record')} of {file.path} could not be kept: {file.why}")
 
     def check(self) -> None:
         """Raises TrainingError, after the last step, if files are missing."""
