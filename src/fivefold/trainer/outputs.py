@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -262,13 +263,19 @@ def drawable(values: Sequence[float | None]) -> list[float | None]:
     return [None if value is None else max(-1e30, min(1e30, value)) for value in values]
 
 
-def chart(values: Sequence[float | None], marks: dict[str, float], width: int = 64, height: int = 10) -> list[str]:
+def chart(
+    values: Sequence[float | None],
+    marks: dict[str, float],
+    width: int = 64,
+    height: int = 10,
+    others: Sequence[float | None] = (),
+) -> list[str]:
     """The curve of `values` in braille, with a dashed line and a label at each mark, as rows of text from the top.
 
-    Where a value is None the curve has a gap.
+    Where a value is None the curve has a gap. `others` are a second curve on the same scale.
     """
-    values = drawable(values)
-    known = [*(value for value in values if value is not None), *marks.values()]
+    curves = [drawable(values), *([drawable(others)] if others else [])]
+    known = [*(value for curve in curves for value in curve if value is not None), *marks.values()]
     top, bottom = max(known), min(known)
     span = (top - bottom) or 1.0
 
@@ -277,12 +284,13 @@ def chart(values: Sequence[float | None], marks: dict[str, float], width: int = 
 
     cells = [[0] * width for _ in range(height)]
     previous_y = None
-    for x in range(2 * width):  # a braille cell has two columns and four rows of dots
-        start, stop = x * len(values) // (2 * width), (x + 1) * len(values) // (2 * width)
+    for curve, x in product(curves, range(2 * width)):  # a braille cell has two columns and four rows of dots
+        start, stop = x * len(curve) // (2 * width), (x + 1) * len(curve) // (2 * width)
         # The values of this column of dots; the nearest value where there is none.
-        in_column = [value for value in values[start : max(stop, start + 1)] if value is not None]
-        if not in_column:
+        in_column = [value for value in curve[start : max(stop, start + 1)] if value is not None]
+        if not in_column or x == 0:
             previous_y = None
+        if not in_column:
             continue
         y = row_of(sum(in_column) / len(in_column), 4 * height)
         ends = (y, y if previous_y is None else previous_y)
