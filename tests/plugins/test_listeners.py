@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import fivefold as ff
-from fivefold.job.listeners import EVENTS, LISTENERS
+from fivefold.job.listeners import EVENTS
+from fivefold.job.named_listeners import LISTENERS
 from fivefold.support.errors import TrainingError, UserError
 from tests.commands import fivefold
 

@@ -218,7 +218,7 @@ class RunsResult(Result):
             bottom, top = math.floor(min(drawn)), math.ceil(max(drawn) + 1e-9)
             lower = Plot(scene, left, TOP + 320, wide, 160, (ends[0], bottom), (ends[1], max(top, bottom + 1)))
             lower.axis_x("step")
-            lower.axis_y("relative distance", lambda power: f"1e{power:.0f}", 4)
+            lower.axis_y("relative distance", lambda power: f"1e{power:.0f}", min(5, max(1, top - bottom)))
             _curve(lower, steps, digits, INK, 2.0)
         else:
             scene.shapes.append(Words(left, TOP + 400, "the losses are the same to the bit", LABEL, fill=GREY))

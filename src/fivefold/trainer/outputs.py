@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fivefold.job.config import Job
-from fivefold.job.listeners import LISTENERS, RunListener
+from fivefold.job.listeners import ListenerLost, RunListener
+from fivefold.job.named_listeners import LISTENERS
 from fivefold.job.toml_writer import to_toml
 from fivefold.support.errors import Problem, TrainingError, UserError
 from fivefold.support.files import cannot_write, put
@@ -66,20 +67,28 @@ class Outputs:
         except OSError as error:
             raise cannot_write(Path(error.filename or directory), error) from None
         for name in job.run.heard:
-            self.listeners[name] = self._begun(name, job)
+            self._begin(name, job)
         if damaged:
             say(f"{metrics}: {plural(damaged, 'line')}, damaged or half written, left out")
 
-    def _begun(self, name: str, job: Job) -> RunListener:
-        """A listener that has heard of the start; what it raises ends the run before the first step."""
+    def _begin(self, name: str, job: Job) -> None:
+        """Tells a listener of the start. What it raises ends the run before the first step, unless it says that the run
+        can do without it."""
         try:
             listener = LISTENERS.named(name, trusted=False)()
             listener.start(job, self.directory, self.done)
+        except ListenerLost as error:
+            self._lose(name, "start", error)
+            return
         except (Exception, SystemExit) as error:
             raise UserError(
                 Problem("run.listeners.raised", f"{LISTENERS.setting}: {_listener_error(name, 'start', error)}")
             ) from None
-        return listener
+        self.listeners[name] = listener
+
+    def _lose(self, name: str, event: str, error: BaseException) -> None:
+        self.lost.append(_listener_error(name, event, error))
+        self.say(f"{self.lost[-1]}; training continues without it")
 
     def tell(self, event: str, *what: object) -> None:
         """All listeners. One that raises is told no more, and the run says so; training goes on as it would have."""
@@ -88,8 +97,7 @@ class Outputs:
                 getattr(listener, event)(*what)
             except (Exception, SystemExit) as error:
                 del self.listeners[name]
-                self.lost.append(_listener_error(name, event, error))
-                self.say(f"{self.lost[-1]}; training continues without it")
+                self._lose(name, event, error)
 
     def describe(self) -> None:
         for name, text in self.description.items():
@@ -169,6 +177,8 @@ class Outputs:
 
 def _listener_error(name: str, event: str, error: BaseException) -> str:
     """What a listener could not do."""
+    if isinstance(error, ListenerLost):
+        return str(error)
     if name == "tensorboard" and isinstance(error, OSError):
         return f"TensorBoard's file cannot be written: {error.strerror or error}"
     return f"the listener {name} raised {type(error).__name__} in {event}: {error}"

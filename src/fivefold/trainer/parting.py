@@ -5,7 +5,7 @@ Runs that add the same numbers in another order (another layout, another torch) 
 and training lets the drift grow. So a size alone does not tell a real difference from rounding; a jump does. A figure
 parts where its relative difference is above what rounding makes of it at once (`FLOORS`), and above `JUMP` times the
 largest that it had in any step before. Where nothing that the runs' files say would round otherwise, bits are expected
-to be the same, and any difference is real. So it is where the weights have been the same to the bit for `PROVEN` updates.
+to be the same, and any difference is real; so it is of weights that were the same to the bit for `PROVEN` updates.
 """
 
 import math
