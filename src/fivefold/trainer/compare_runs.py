@@ -22,7 +22,7 @@ from fivefold.support.errors import UserError
 from fivefold.support.storage_place import RemotePlace, place_of
 from fivefold.support.text import first_of_many, plural
 from fivefold.trainer.outputs import chart, drawable
-from fivefold.trainer.parting import Difference, Figure, Figures
+from fivefold.trainer.parting import ComparedFigure, ComparedFigures, Difference
 from fivefold.trainer.records import DIGESTS_FILE, METRICS_FILE, Digests, Record, Step, StepDecision, read
 from fivefold.trainer.run_settings import Setting, bits_expected, differing, dtype_of_both, told
 
@@ -35,7 +35,7 @@ _EFFECTS = {"nothing": "no figure", "rounding": "rounding"}
 class RunsResult(Result):
     directories: tuple[Path, Path]
     steps: tuple[list[Step], list[Step]]
-    figures: Figures
+    figures: ComparedFigures
     settings: list[Setting]  # and versions, that differ
     bits: bool  # nothing that the files say would have the two round otherwise
     notes: list[str]
@@ -47,7 +47,7 @@ class RunsResult(Result):
         return [(record, second[record.step]) for record in self.steps[0] if record.step in second]
 
     @property
-    def parted(self) -> list[Figure]:
+    def parted(self) -> list[ComparedFigure]:
         """The figures that differ by more than rounding, the one that does so first first."""
         return self.figures.parted
 
@@ -56,7 +56,7 @@ class RunsResult(Result):
         return not self.parted
 
     @property
-    def first(self) -> Figure | None:
+    def first(self) -> ComparedFigure | None:
         return self.parted[0] if self.parted else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class RunsResult(Result):
         step = f"in step {figure.parted.step}" if figure.parted.step else "before their first step"
         return f"A and B part {step}: {self._what(figure, figure.parted)}"
 
-    def _what(self, figure: Figure, parted: Difference) -> str:
+    def _what(self, figure: ComparedFigure, parted: Difference) -> str:
         """What differs where they part."""
         size = _size(parted)
         if figure.kind == "samples":
@@ -246,7 +246,7 @@ def _curve(plot: Plot, steps: list[int], values: list[float | None], stroke: str
         points = []
 
 
-def _parameters_table(figures: list[Figure]) -> Table:
+def _parameters_table(figures: list[ComparedFigure]) -> Table:
     """The parameters that part in the first step in which any does."""
     step = figures[0].order[0]
     rows = []
@@ -277,7 +277,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _figure_dict(figure: Figure) -> dict[str, Any]:
+def _figure_dict(figure: ComparedFigure) -> dict[str, Any]:
     found = {"first": figure.first, "parted": figure.parted, "largest": figure.largest}
     return {"kind": figure.kind, "name": figure.name} | {
         name: one and {"step": one.step, "relative": _finite(one.relative), "distance": _finite(one.distance)}
@@ -327,7 +327,7 @@ def _compared(directories: tuple[Path, Path]) -> RunsResult:
     settings = differing(*both)
     bits = bits_expected(*both, settings)
     notes = [note for one in both for note in one.notes]
-    figures = Figures(dtype_of_both(*both), bits=bits)
+    figures = ComparedFigures(dtype_of_both(*both), bits=bits)
     steps = tuple(_steps(directory, side, notes) for directory, side in zip(directories, _SIDES, strict=True))
     result = RunsResult(directories, (steps[0], steps[1]), figures, settings, bits, notes)
     if not result.common:
@@ -352,7 +352,7 @@ def _steps(directory: Path, side: str, notes: list[str]) -> list[Step]:
     return [steps[step] for step in sorted(steps)]
 
 
-def _see_digests(directories: tuple[Path, Path], figures: Figures, notes: list[str]) -> None:
+def _see_digests(directories: tuple[Path, Path], figures: ComparedFigures, notes: list[str]) -> None:
     """Reads both files side by side: a long run's do not fit into memory."""
     without = [side for side, place in zip(_SIDES, directories, strict=True) if not (place / DIGESTS_FILE).is_file()]
     if without:

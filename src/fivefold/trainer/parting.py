@@ -39,7 +39,7 @@ class Difference:
 
 
 @dataclass
-class Figure:
+class ComparedFigure:
     """One figure of the two runs, over the steps that both have."""
 
     kind: Kind
@@ -68,26 +68,26 @@ class Figure:
         return self.parted.step, ORDER.index(self.kind), -self.parted.relative
 
 
-class Figures:
+class ComparedFigures:
     """All figures of two runs. Steps are seen in order."""
 
     def __init__(self, dtype: str, *, bits: bool):
-        self.floors = dict.fromkeys(("loss", "norm", "parameter"), 0.0) if bits else FLOORS[dtype]
-        self.samples = Figure("samples", "samples", 0.0)
-        self.rate = Figure("rate", "learning rate", 0.0)
-        self.loss = Figure("loss", "loss", self.floors["loss"])
-        self.norm = Figure("norm", "gradient norm", self.floors["norm"])
-        self.parameters: dict[str, Figure] = {}
-        self.copies: dict[str, Figure] = {}
+        self.floors = dict.fromkeys(("loss", "norm", "parameter"), 0.0) if bits else {**FLOORS[dtype]}
+        self.samples = ComparedFigure("samples", "samples", 0.0)
+        self.rate = ComparedFigure("rate", "learning rate", 0.0)
+        self.loss = ComparedFigure("loss", "loss", self.floors["loss"])
+        self.norm = ComparedFigure("norm", "gradient norm", self.floors["norm"])
+        self.parameters: dict[str, ComparedFigure] = {}
+        self.copies: dict[str, ComparedFigure] = {}
         self.digested = 0  # steps of which both have digests
         self.equal: int | None = 0  # updates after which all weights were the same to the bit; None: some differed
         self.proven = False  # whether these were enough to say that the two do not round otherwise
 
-    def __iter__(self) -> Iterator[Figure]:
+    def __iter__(self) -> Iterator[ComparedFigure]:
         yield from (self.samples, self.rate, self.loss, self.norm, *self.copies.values(), *self.parameters.values())
 
     @property
-    def parted(self) -> list[Figure]:
+    def parted(self) -> list[ComparedFigure]:
         """Those that part, the first first."""
         return sorted((figure for figure in self if figure.parted is not None), key=lambda figure: figure.order)
 
@@ -119,7 +119,7 @@ class Figures:
                 continue
             figure = self.parameters.get(name)
             if figure is None:
-                figure = self.parameters[name] = Figure("parameter", name, self.floors["parameter"])
+                figure = self.parameters[name] = ComparedFigure("parameter", name, self.floors["parameter"])
             if self.proven and figure.first is None:
                 figure.floor = 0.0
             if one.bits != other.bits:
@@ -127,7 +127,7 @@ class Figures:
         for side, digests in (("A", first), ("B", second)):
             for parameter in digests.unequal:
                 name = f"copies of {parameter} in {side}"
-                self.copies.setdefault(name, Figure("copies", name, 0.0)).see(step, 1.0, 0.0)
+                self.copies.setdefault(name, ComparedFigure("copies", name, 0.0)).see(step, 1.0, 0.0)
 
 
 def relative(first: float | None, second: float | None) -> float:
