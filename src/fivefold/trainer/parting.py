@@ -18,8 +18,8 @@ from fivefold.trainer.records import Digest, Digests, Step
 Kind = Literal["samples", "rate", "loss", "norm", "parameter", "copies"]
 ORDER: tuple[Kind, ...] = ("samples", "rate", "loss", "norm", "copies", "parameter")  # within a step
 
-# Relative differences that may be rounding in any step: 30 times those of the first steps of small models in several
-# layouts. Later ones were at most 10 times the largest before (docs/jobs.md, "A run against a run").
+# Relative differences that may be rounding in any step: at least 30 times those of the first steps of small models in
+# several layouts. Later ones above them were at most 11 times the largest before (docs/jobs.md, "A run against a run").
 FLOORS: dict[str, dict[str, float]] = {
     "float64": {"loss": 1e-14, "norm": 1e-14, "parameter": 5e-14},
     "float32": {"loss": 3e-6, "norm": 3e-6, "parameter": 2e-5},
