@@ -1,0 +1,86 @@
+"""The parts of a checkup in their order, and the time that each of them may take.
+
+    budget = Budget(minutes=10)
+    budget.limit(PARTS[0])      # seconds; what a part leaves unused, the later ones have
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from fivefold.support.errors import UserError
+from fivefold.support.text import did_you_mean
+
+PartName = Literal["machines", "proofs", "lost-rank", "calibration", "layouts"]
+USUAL_MINUTES = 10.0
+LEAST_MINUTES, MOST_MINUTES = 0.5, 24 * 60.0
+_REPORTING_S = 5.0  # seconds that are left for the page
+
+
+class Part(NamedTuple):
+    name: PartName
+    title: str
+    weight: float  # of the time
+    does: str
+
+
+PARTS = (
+    Part("machines", "Machines", 1.5, "examines every rank, link, disk and clock, and compares them (doctor)"),
+    Part("proofs", "Proofs", 2.5, "proves a sample of layouts against one process, on these devices (verify)"),
+    Part("lost-rank", "A lost rank", 2.0, "kills a rank of a short run, starts again and compares the two loss curves"),
+    Part("calibration", "Calibration", 2.5, "measures matmuls, memory and collectives for the planner (calibrate)"),
+    Part("layouts", "Layouts", 4.5, "trains the planner's best layout and two rivals, beside what it predicted"),
+)
+NAMES = tuple(part.name for part in PARTS)
+
+
+def chosen_parts(skip: str) -> tuple[Part, ...]:
+    """The parts that are left without those of a list with commas."""
+    skipped = [word.strip() for word in skip.split(",") if word.strip()]
+    for word in skipped:
+        if word not in NAMES:
+            raise UserError(f"--skip {word} names no part; {did_you_mean(word, NAMES)}", "option.choice")
+    left = tuple(part for part in PARTS if part.name not in skipped)
+    if not left:
+        raise UserError(f"--skip {skip} leaves no part of {', '.join(NAMES)}; leave one out of it", "option.empty")
+    return left
+
+
+def check_minutes(minutes: float) -> float:
+    """The minutes, if they are a time that a checkup can take."""
+    if not LEAST_MINUTES <= minutes <= MOST_MINUTES:  # nan is refused as well
+        raise UserError(
+            f"--minutes {minutes:g} is not between {LEAST_MINUTES:g} and {MOST_MINUTES:g}; "
+            f"{USUAL_MINUTES:g} are enough for most machines",
+            "option.range",
+        )
+    return minutes
+
+
+@dataclass
+class Budget:
+    """The time of a whole checkup, shared by the parts that are left in proportion to their weights."""
+
+    minutes: float
+    parts: tuple[Part, ...] = PARTS
+    clock: Callable[[], float] = time.monotonic
+    start: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start = self.clock()
+
+    @property
+    def spent(self) -> float:
+        return self.clock() - self.start
+
+    def limit(self, part: Part) -> float:
+        """Seconds that a part may take if it begins now."""
+        left = 60 * self.minutes - _REPORTING_S - self.spent
+        remaining = self.parts[self.parts.index(part) :]
+        return max(0.0, left * part.weight / sum(other.weight for other in remaining))
+
+    def planned(self) -> dict[PartName, float]:
+        """The limit of each part, if every one before it takes all of its time."""
+        total = sum(part.weight for part in self.parts)
+        return {part.name: (60 * self.minutes - _REPORTING_S) * part.weight / total for part in self.parts}
