@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fivefold.checkup.command import CommandEnd
@@ -39,6 +39,7 @@ class Course:
     deadline: float = 0.0  # of the part under way, by time.monotonic
     cluster: Cluster | None = None  # as it was calibrated
     catalogue: Cluster | None = None  # the same machines by the catalogue
+    hosts: list[str] = field(default_factory=list)  # names of the nodes, by their first ranks
 
     @property
     def nodes(self) -> int:

@@ -1,7 +1,7 @@
-"""What the ranks of a checkup compute on, and which model fits there: small enough for seconds, large enough to measure.
+"""What the ranks of a checkup compute on, and which model fits there: small for short steps, large enough to measure.
 
-    devices = look("auto")          # in a process of its own: a process that starts ranks keeps off the GPU
-    chosen_model(devices, ranks=4)
+processes.run(1, "fivefold.checkup.devices:look_at_devices", "auto", timeout=60)
+chosen_model(devices, ranks=4)
 """
 
 from typing import NamedTuple
@@ -51,7 +51,7 @@ def look_at_devices(rank: Rank, wanted: str) -> Devices:
     from fivefold.cost.model_state import host_memory
     from fivefold.launch.device import choose_device
 
-    device, versions = choose_device(wanted), {"torch": torch.__version__}
+    device, versions = choose_device(wanted), {"torch": str(torch.__version__)}
     if device.type == "cpu":
         return Devices("cpu", "a CPU", cores(), host_memory(), versions)
     versions["CUDA"] = str(torch.version.cuda)

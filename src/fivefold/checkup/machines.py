@@ -16,19 +16,19 @@ def examine_machines(course: Course, part: PartReport) -> None:
     if ended := failure("doctor", {0: ends[0]}, fine=(0, 1)) or failure("doctor", ends, fine=(0, 1)):
         raise ended
     figures = figures_of("doctor", ends[0])
+    course.hosts = list(dict.fromkeys(rank["node"] for rank in figures["ranks"]))
     part.data, part.findings = _kept(figures), list(figures["findings"])
     rates = [rank["rate"] for rank in figures["ranks"]]
     names = sorted({rank["device"] for rank in figures["ranks"]})
-    nodes = len({rank["node"] for rank in figures["ranks"]})
     part.says.append(
-        f"{plural(len(rates), 'rank')} on {plural(nodes, 'node')}: {', '.join(names)}; matmuls reach "
+        f"{plural(len(rates), 'rank')} on {plural(len(course.hosts), 'node')}: {', '.join(names)}; matmuls reach "
         f"{flops_text(min(rates))} to {flops_text(max(rates))} in {figures['ranks'][0]['precision']}"
     )
     for axis, link in part.data["links"].items():
         where = "within a node" if axis == "cp" or course.nodes == 1 else "between nodes"
         part.says.append(
             f"links {where}: all-reduce at {rate_text(link['reduce'])}, a message at "
-            f"{rate_text(link['send']) if link['send'] else '-'}, latency {1e6 * link['latency']:.0f} us (slowest group)"
+            f"{rate_text(link['send']) if link['send'] else '-'}, {1e6 * link['latency']:.0f} us (slowest group)"
         )
 
 
@@ -43,7 +43,9 @@ def _kept(figures: dict[str, Any]) -> dict[str, Any]:
     links: dict[str, dict[str, float]] = {}
     for rank in figures["ranks"]:
         for ring in rank.get("rings", ()):
-            of_axis = links.setdefault(ring["axis"], {"latency": 0.0, "reduce": ring["reduce"], "gather": ring["gather"], "send": 0.0})
+            of_axis = links.setdefault(
+                ring["axis"], {"latency": 0.0, "reduce": ring["reduce"], "gather": ring["gather"], "send": 0.0}
+            )
             of_axis["latency"] = max(of_axis["latency"], ring["latency"])
             of_axis["reduce"] = min(of_axis["reduce"], ring["reduce"])
             of_axis["gather"] = min(of_axis["gather"], ring["gather"])

@@ -1,7 +1,7 @@
 """The parts of a checkup in their order, and the time that each of them may take.
 
-    budget = Budget(minutes=10)
-    budget.limit(PARTS[0])      # seconds; what a part leaves unused, the later ones have
+budget = Budget(minutes=10)
+budget.limit(PARTS[0])      # seconds; what a part leaves unused, the later ones have
 """
 
 import time

@@ -24,7 +24,7 @@ def prove_layouts(course: Course, part: PartReport) -> None:
     for node, rank in enumerate(sorted(ends), start=1):
         figures = figures_of("verify", ends[rank])
         proofs = figures.get("layouts", [figures])  # of a single layout it prints that one
-        layouts += [_kept(proof) | {"node": node} for proof in proofs] if rank == 0 or not _cut(ends[rank].out) else []
+        layouts += [_kept(proof) | {"node": node} for proof in proofs]
     passed = [layout for layout in layouts if layout["passed"]]
     part.data = {"ranks": ranks, "layouts": layouts}
     part.findings = [
@@ -36,8 +36,8 @@ def prove_layouts(course: Course, part: PartReport) -> None:
     worst = max((layout["gradient_error"] for layout in passed if layout["gradient_error"] is not None), default=None)
     error = "" if worst is None else f"; gradients differ by {worst:.1e} at most, relative to their largest"
     part.says.append(
-        f"{len(passed)} of {plural(len(layouts), 'layout')} of {plural(ranks, 'rank')} compute what one process computes "
-        f"({backend}, {layouts[0]['dtype'] if layouts else '-'}){error}"
+        f"{len(passed)} of {plural(len(layouts), 'layout')} of {plural(ranks, 'rank')} compute what one "
+        f"process computes ({backend}, {layouts[0]['dtype'] if layouts else '-'}){error}"
     )
     if course.nodes > 1:
         part.says.append("each node proved them by its own ranks; over nodes, the lost rank's two runs are compared")
@@ -61,8 +61,3 @@ def _kept(proof: dict[str, Any]) -> dict[str, Any]:
         "bound": proof.get("bound"),
         "seconds": proof.get("seconds"),
     }
-
-
-def _cut(out: str) -> bool:
-    """Whether another rank's output is only the end of it."""
-    return not out.lstrip().startswith(("{", "["))

@@ -30,8 +30,10 @@ PURPOSE = "a checkup"
 Ends = dict[int, CommandEnd]  # by rank
 _MEETING_S = 300.0  # seconds for the ranks of a launcher to come
 _REPLY_S = 30.0  # seconds that a rank may be late with how its command ended
-_SENT = 6000  # last characters of an output that a rank sends to rank 0
-_NOT_A_RANK: dict[str, str | None] = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", LOCAL_SIZE_ENV, "SLURM_STEP_ID"))
+_SENT, _SENT_FIGURES = 6000, 1 << 22  # last characters of an output that a rank sends to rank 0, also with figures
+_NOT_A_RANK: dict[str, str | None] = dict.fromkeys(
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", LOCAL_SIZE_ENV, "SLURM_STEP_ID")
+)
 _AGENT = {"TORCHELASTIC_USE_AGENT_STORE": None}  # torchrun's own store still has what earlier commands wrote
 
 
@@ -81,7 +83,7 @@ class Launched:
     def run(self, task: Task, limit: float) -> Ends:
         number, self.count = self.count, self.count + 1
         task = msgspec.structs.replace(task, limit=limit, port=free_port(self.world.meeting.address))
-        self.store.set(f"task {number}", msgspec.json.encode(task))
+        self.store.set(f"task {number}", msgspec.json.encode(task).decode())
         try:
             ends = {0: _run_as(self.world, task, self.base, self.store, number)}
         finally:
@@ -118,7 +120,10 @@ def follow(base: Base, world: World) -> None:
             task = check_task(msgspec.json.decode(store.get(f"task {number}")))
             if not task.by_node or world.local_rank == 0:
                 end = _run_as(world, task, base, store, number)
-                store.set(f"end {number} {world.rank}", msgspec.json.encode(_shortened(end)))
+                store.set(
+                    f"end {number} {world.rank}",
+                    _said(end, task),
+                )
             number += 1
     except RuntimeError as error:  # torch's errors of a store whose process has ended
         raise PeerLost(f"rank {world.rank} of the checkup has lost rank 0: {str(error).splitlines()[0]}") from None
@@ -167,8 +172,10 @@ def free_port(address: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _shortened(end: CommandEnd) -> CommandEnd:
-    return msgspec.structs.replace(end, out=end.out[-_SENT:], err=end.err[-_SENT:])
+def _said(end: CommandEnd, task: Task) -> str:
+    """How a command ended, with as much of its output as rank 0 needs."""
+    most = _SENT_FIGURES if task.by_node else _SENT
+    return msgspec.json.encode(msgspec.structs.replace(end, out=end.out[-most:], err=end.err[-_SENT:])).decode()
 
 
 def launched_rank(env: Mapping[str, str] = os.environ) -> bool:

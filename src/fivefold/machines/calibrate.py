@@ -29,6 +29,7 @@ from fivefold.launch import world as worlds
 from fivefold.launch.device import TORCH_DTYPES, choose_backend, choose_device
 from fivefold.launch.handshake import claim
 from fivefold.launch.host import cores
+from fivefold.launch.local import check_sharing
 from fivefold.launch.watchdog import watch
 from fivefold.machines.clock import Clock, Timing, timed_collectives
 from fivefold.machines.fit import ATTENTION, Samples, fitted
@@ -182,28 +183,37 @@ _PACE = {"cuda": 2.0, "cpu": 1.5}  # seconds of a round in which ranks run block
 _TIMEOUT_S = 900.0  # seconds for the ranks of this machine
 
 
-def calibrate_ranks(device: str = "auto", nproc: int | None = None, quick: bool = False) -> RanksResult:
+def calibrate_ranks(
+    device: str = "auto", nproc: int | None = None, quick: bool = False, share_gpu: str = "gloo"
+) -> RanksResult:
     """The speeds of `nproc` ranks of this machine (default: one for each GPU or core), measured at once."""
     chosen = choose_device(device)
     size = nproc or (torch.cuda.device_count() if chosen.type == "cuda" else cores())
     check_range("nproc", size, within(2, MAX_RANKS, "one rank has nothing to compare with"))
-    speeds = processes.run(size, "fivefold.machines.calibrate:local_rank_speed", device, quick, timeout=_TIMEOUT_S)
-    return RanksResult(speeds)
+    changes = [f"train.device={device}", f"train.share_gpu={share_gpu}"]
+    check_sharing(read_job(None, changes).train, size)
+    local = "fivefold.machines.calibrate:local_rank_speed"
+    return RanksResult(processes.run(size, local, changes, quick, timeout=_TIMEOUT_S))
 
 
-def local_rank_speed(rank: processes.Rank, device: str, quick: bool) -> RankSpeed:
-    """What each rank of `calibrate_ranks` runs."""
-    chosen = choose_device(device, rank.number)
-    rank.join(choose_backend(chosen, rank.world))
+def local_rank_speed(rank: processes.Rank, changes: list[str], quick: bool) -> RankSpeed:
+    """What each rank of `calibrate_ranks` runs; `changes` say the device, and how ranks share it."""
+    train = read_job(None, changes).train
+    chosen = choose_device(train.device, rank.number)
+    rank.join(choose_backend(chosen, rank.world, train, rank.number))
     return rank_speed(chosen, rank.world, quick)
 
 
-def calibrate_launched_ranks(world: worlds.World, device: str, quick: bool) -> RanksResult | None:
+def calibrate_launched_ranks(
+    world: worlds.World, device: str, quick: bool, share_gpu: str = "gloo"
+) -> RanksResult | None:
     """Measure the ranks that torchrun or Slurm has started, of which this process is one. Returns the result on rank 0,
     None on the others."""
-    chosen, job = choose_device(device, world.local_rank), read_job(None, [])
+    job = read_job(None, [f"train.device={device}", f"train.share_gpu={share_gpu}"])
+    chosen = choose_device(device, world.local_rank)
+    backend = choose_backend(chosen, world.local_size, job.train, world.rank, world.apart and world.size > 1)
     with watch(_TIMEOUT_S, world.rank, world.size):
-        group.join(world, choose_backend(chosen, world.local_size), job.train.timeout, claim(job, "", world, PURPOSE))
+        group.join(world, backend, job.train.timeout, claim(job, "", world, PURPOSE))
         try:
             speeds = gather_values(rank_speed(chosen, world.local_size, quick), RankSpeed)
         finally:
@@ -266,8 +276,10 @@ def _accelerator(device: torch.device, samples: Samples, local_size: int) -> Acc
         links = timed_collectives(device if on_gpu else torch.device("cpu"), *links_between(device, quick=True))
     base = ceilings(device, max(timing.rate for timing in samples.products), max(samples.streams.values()))
     accelerator = fitted(base, samples, (world, links)).accelerator
-    if device.type == "cpu":  # ranks of a node share its memory
-        accelerator = structs.replace(accelerator, memory=accelerator.memory // local_size)
+    sharing = local_size  # ranks of a node share its memory, or that of a GPU
+    if device.type == "cuda":
+        sharing = -(-local_size // max(1, torch.cuda.device_count()))
+    accelerator = structs.replace(accelerator, memory=accelerator.memory // sharing)
     if links:  # RanksResult makes groups of one node's ranks: the links between groups are those between ranks
         accelerator = structs.replace(accelerator, across=accelerator.inside)
         assert accelerator.achieved is not None
