@@ -8,10 +8,9 @@ from fivefold.checkup.report import CheckupReport
 
 _WRONG = 0.15  # relative: a prediction that is farther off is named
 _TIE = 0.03  # relative: a layout that is so little faster is no rival
-_CALIBRATED_FILE = "calibrated.toml"
 
 
-def corrections(report: CheckupReport, cluster_file: str = _CALIBRATED_FILE) -> list[str]:
+def corrections(report: CheckupReport, cluster_file: str) -> list[str]:
     """What a person should do before the first real run."""
     return [*_of_parts(report), *_of_planner(report, cluster_file)]
 

@@ -37,6 +37,7 @@ class Course:
     report: CheckupReport
     tell: Callable[[str], None] = lambda _: None
     deadline: float = 0.0  # of the part under way, by time.monotonic
+    share: float = 0.0  # seconds that the part under way should take
     cluster: Cluster | None = None  # as it was calibrated
     catalogue: Cluster | None = None  # the same machines by the catalogue
     hosts: list[str] = field(default_factory=list)  # names of the nodes, by their first ranks
@@ -51,7 +52,8 @@ class Course:
         return max(0.0, self.deadline - time.monotonic())
 
     def task(self, **settings: Any) -> Task:
-        return Task(**{"token": self.token, "ranks": self.team.size, **settings})
+        usual = {"token": self.token, "ranks": self.team.size, "device": self.devices.kind}
+        return Task(**{**usual, **settings})
 
     def run(self, task: Task, limit: float = 0.0) -> Ends:
         """Run a task in the time that is left, or in less."""

@@ -15,6 +15,7 @@ from fivefold.checkup.course import Course, PartEnded, failure, out_of_time
 from fivefold.checkup.report import LayoutRun, PartReport, Step
 from fivefold.checkup.tasks import TOKENS, WARM_STEPS
 from fivefold.cost.moe import imbalance_for
+from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job, read_job
 from fivefold.layout.layout import Layout
@@ -47,17 +48,18 @@ def train_layouts(course: Course, part: PartReport) -> None:
         write_random_tokens(course.base.folder(course.token) / TOKENS, job)
     for number, option in enumerate(options):
         role = RIVAL if number else BEST
-        share = course.left / (len(options) - number)
+        left = len(options) - number
+        share, limit = min(course.share / len(options), course.left / left), course.left / left
         run = LayoutRun(
             layout=str(option.layout),
             role=role,
             catalogue=predicted(job, option.layout, course.catalogue),
             calibrated=predicted(job, option.layout, course.cluster),
         )
-        if share < 1:
+        if limit < 1:
             raise out_of_time(part, f"{role}, {option.layout}")
         course.tell(f"{role}: {option.layout}")
-        course.report.runs.append(measure(course, part, run, option, number, share))
+        course.report.runs.append(measure(course, run, timed_steps(share, option.seconds), number, limit))
     _conclude(course, part)
 
 
@@ -93,17 +95,33 @@ def choose(job: Job, cluster: Cluster) -> list[Option]:
     """The fastest layout by the plan, and the fastest ones that divide the step in another way."""
     workload = workload_of(job, cluster)
     workload = replace(workload, layout=Layout(), imbalance=imbalance_for(workload.spec))
-    options = [
-        option for option in search(workload, top=SURVIVORS).options if trainable(job, option.layout, cluster.world)
-    ]
+    options = [option for fixed in searches(cluster) for option in _found(job, workload, fixed)]
     if not options:
-        raise PartEnded("failed", f"no layout of {job.model.name} that the search found can be trained here")
-    chosen = [options[0]]
+        raise PartEnded("failed", f"no layout of {job.model.name} fits on {cluster} that can be trained as it is")
+    chosen, options = [options[0]], sorted(options, key=lambda option: option.seconds)
     for unlike in (_degrees, _kind, str):
         for option in options:
             if len(chosen) <= RIVALS and unlike(option.layout) not in map(unlike, [one.layout for one in chosen]):
                 chosen.append(option)
     return chosen
+
+
+def searches(cluster: Cluster) -> list[dict[str, int]]:
+    """What is fixed in each search: nothing, and then each of the axes, as the best layouts often share one."""
+    degrees = sorted({2, cluster.groups[0].gpus} - {1})
+    axes = [{axis: degree} for axis in ("tp", "pp", "cp") for degree in degrees if cluster.world % degree == 0]
+    return [{}, *(axes if cluster.world > 1 else [])]
+
+
+def _found(job: Job, workload: Workload, fixed: dict[str, int]) -> list[Option]:
+    """The layouts that a search finds and the trainer takes, the fastest first; none where nothing fits."""
+    try:
+        options = search(workload, top=SURVIVORS, **fixed).options
+    except UserError:
+        if not fixed:
+            raise
+        return []
+    return [option for option in options if trainable(job, option.layout, workload.cluster.world)]
 
 
 def _degrees(layout: Layout) -> Any:
@@ -135,23 +153,20 @@ def predicted(job: Job, layout: Layout, cluster: Cluster | None) -> Step | None:
     return None
 
 
-def measure(course: Course, part: PartReport, run: LayoutRun, option: Option, number: int, limit: float) -> LayoutRun:
+def measure(course: Course, run: LayoutRun, steps: int, number: int, limit: float) -> LayoutRun:
     """Train one layout; a run that fails is part of the result."""
     model, name = course.model, f"layout-{number + 1}"
-    steps = timed_steps(limit, option.seconds)
     sizes = {} if model is None else {
         "model": model.preset, "layers": model.layers, "seq": model.seq, "batch": model.samples * course.team.size,
     }  # fmt: skip
     ends = course.run(course.task(kind="train", layout=run.layout, name=name, steps=steps, **sizes), limit)
     if ended := failure(f"training {run.layout}", ends):
-        part.findings.append(ended.sentence)
         return structs.replace(run, failed=ended.sentence)
     directory = course.base.folder(course.token) / name
     try:
         measured = read_run(directory, steps, on_gpu=course.devices.on_gpu)
     except (UserError, OSError, ValueError, KeyError) as error:
-        part.findings.append(sentence := f"training {run.layout} left no figures: {error}")
-        return structs.replace(run, failed=sentence)
+        return structs.replace(run, failed=f"training {run.layout} left no figures: {error}")
     return structs.replace(run, measured=measured)
 
 
@@ -177,7 +192,8 @@ def read_run(directory: Path, steps: int, *, on_gpu: bool) -> Step:
 
 
 def _conclude(course: Course, part: PartReport) -> None:
-    """The errors of the predictions, and whether the planner's best was the fastest."""
+    """What failed, the errors of the predictions, and whether the planner's best was the fastest."""
+    part.findings += [run.failed for run in course.report.runs if run.failed]
     runs = [run for run in course.report.runs if run.measured]
     part.data = {"model": course.report.job["model"].get("name", ""), "trained": len(runs)}
     if not runs:

@@ -19,7 +19,7 @@ from fivefold.trainer.restart_time import RECOVERIES_FILE, Recovered
 from fivefold.trainer.result import TrainResult
 
 WHOLE, LOST = "undisturbed", "lost-rank"  # names of the two runs
-_FIRST_SHARE = 0.4  # of the time, for the undisturbed run
+_FIRST_SHARE = 0.4  # of the limit, for the undisturbed run
 _SENTENCES = 4  # that are quoted
 _FOUND = re.compile(r"waited|SIGKILL|connection|gave no sign|lost|killed|ended by|has not finished|heartbeat", re.I)
 

@@ -1,7 +1,8 @@
 """The parts of a checkup in their order, and the time that each of them may take.
 
 budget = Budget(minutes=10)
-budget.limit(PARTS[0])      # seconds; what a part leaves unused, the later ones have
+budget.share(PARTS[0])      # seconds that it should take: it does as much as fits into them
+budget.limit(PARTS[0])      # seconds after which it is ended; what it leaves unused, the later parts have
 """
 
 import time
@@ -16,6 +17,7 @@ PartName = Literal["machines", "proofs", "lost-rank", "calibration", "layouts"]
 USUAL_MINUTES = 10.0
 LEAST_MINUTES, MOST_MINUTES = 0.5, 24 * 60.0
 _REPORTING_S = 5.0  # seconds that are left for the page
+_KEPT = 0.6  # of the shares of later parts, that no part may take
 
 
 class Part(NamedTuple):
@@ -74,13 +76,22 @@ class Budget:
     def spent(self) -> float:
         return self.clock() - self.start
 
+    @property
+    def left(self) -> float:
+        return max(0.0, 60 * self.minutes - _REPORTING_S - self.spent)
+
+    def share(self, part: Part) -> float:
+        """Seconds that a part should take if it begins now."""
+        return self.left * self._fraction(part)
+
     def limit(self, part: Part) -> float:
-        """Seconds that a part may take if it begins now."""
-        left = 60 * self.minutes - _REPORTING_S - self.spent
-        remaining = self.parts[self.parts.index(part) :]
-        return max(0.0, left * part.weight / sum(other.weight for other in remaining))
+        """Seconds that it may take: slow machines get more than the share, and most of the others' shares are kept."""
+        return self.left * (1 - _KEPT * (1 - self._fraction(part)))
+
+    def _fraction(self, part: Part) -> float:
+        return part.weight / sum(other.weight for other in self.parts[self.parts.index(part) :])
 
     def planned(self) -> dict[PartName, float]:
-        """The limit of each part, if every one before it takes all of its time."""
+        """The share of each part, if every one takes all of its own."""
         total = sum(part.weight for part in self.parts)
         return {part.name: (60 * self.minutes - _REPORTING_S) * part.weight / total for part in self.parts}

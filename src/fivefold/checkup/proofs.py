@@ -15,7 +15,7 @@ _FEWEST, _MOST = 2, 16  # layouts
 def prove_layouts(course: Course, part: PartReport) -> None:
     """Prove a sample of layouts on each node at once, by its own ranks."""
     ranks = min(course.team.per_node, MOST_RANKS)
-    sample = sample_size(course.left, ranks, course.devices.count, on_gpu=course.devices.on_gpu)
+    sample = sample_size(course.share, ranks, course.devices.count, on_gpu=course.devices.on_gpu)
     course.tell(f"{plural(sample, 'layout')} of {plural(ranks, 'rank')}")
     ends = course.run(course.task(kind="verify", ranks=ranks, sample=sample))
     if ended := failure("verify", ends, fine=(0, 1)):

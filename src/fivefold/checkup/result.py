@@ -28,14 +28,17 @@ class CheckupPlan(Result):
         return {
             "minutes": self.budget.minutes,
             "setup": self.setup,
-            "parts": [{"name": part.name, "does": part.does, "limit": limits[part.name]} for part in self.budget.parts],
+            "parts": [
+                {"name": part.name, "does": part.does, "seconds": limits[part.name]} for part in self.budget.parts
+            ],
         }
 
     def blocks(self) -> Iterator[Block]:
         yield Text(f"checkup of {self.setup}: at most {self.budget.minutes:g} minutes", "bold")
         limits = self.budget.planned()
         rows = [(part.name, f"{limits[part.name]:.0f} s", part.does) for part in self.budget.parts]
-        yield Table(["part", ">at most", "~what it does"], rows)
+        caption = "about: its share; a part may take more, and the whole never does"
+        yield Table(["part", ">about", "~what it does"], rows, caption=caption)
 
 
 @dataclass(frozen=True)

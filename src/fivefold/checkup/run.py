@@ -61,8 +61,9 @@ class Done(NamedTuple):
 
 
 def run_checkup(
-    team: Team, base: Base, devices: Devices, budget: Budget, command: str, tell: Tell, *, names: bool = False
-) -> Done:
+    team: Team, base: Base, devices: Devices, budget: Budget, command: str, tell: Tell, *, names: bool = False,
+    cluster_file: str = "calibrated.toml",
+) -> Done:  # fmt: skip
     """Run the budget's parts. `tell` gets a line at each begin and end; `names` keeps those of hosts and users."""
     report = CheckupReport(fivefold=__version__, day=date.today().isoformat(), command=command, minutes=budget.minutes)
     model = None if base.own_model else chosen_model(devices, team.per_node)
@@ -87,7 +88,7 @@ def run_checkup(
         with suppress(KeyboardInterrupt, Stopping):
             team.close()
     report.seconds = budget.spent
-    report.corrections = corrections(report)
+    report.corrections = corrections(report, cluster_file)
     if not names:
         report = without_names(report, course.hosts)
     return Done(report, course.cluster, code)
@@ -95,7 +96,7 @@ def run_checkup(
 
 def run_part(course: Course, part: Part, report: PartReport, budget: Budget) -> None:
     """Run one part within its limit; its end is part of the report, whatever it is."""
-    report.limit = budget.limit(part)
+    report.limit, course.share = budget.limit(part), budget.share(part)
     start = time.monotonic()
     course.deadline = start + report.limit
     if report.limit < _LEAST_S:
@@ -103,7 +104,7 @@ def run_part(course: Course, part: Part, report: PartReport, budget: Budget) -> 
         report.says.append("the parts before it have used all of the time")
         course.tell("out of time")
         return
-    course.tell(f"at most {report.limit:.0f} s")
+    course.tell(f"about {course.share:.0f} s, at most {report.limit:.0f} s")
     try:
         DOES[part.name](course, report)
         report.status = "found" if report.findings else "passed"

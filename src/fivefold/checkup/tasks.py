@@ -32,6 +32,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     kind: Literal["doctor", "verify", "lose", "calibrate", "train"]
     token: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{8}$")]  # names the folder of this checkup in run.dir
+    device: Literal["cpu", "cuda"]
     limit: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0  # seconds
     layout: Annotated[str, msgspec.Meta(max_length=400)] = ""
     name: Annotated[str, msgspec.Meta(pattern="^[a-z0-9-]{0,40}$")] = ""  # of a run
@@ -67,7 +68,7 @@ class Base:
         train = self.job.train
         return [
             f"run.dir={self.folder(task.token)}",
-            f"train.device={train.device}",
+            f"train.device={'mixed' if train.device == 'mixed' else task.device}",
             f"train.share_gpu={train.share_gpu}",
             f"train.timeout={max(10.0, min(train.timeout, task.limit)):.0f}",
         ]
@@ -93,8 +94,7 @@ def task_words(task: Task, base: Base, *, launched: bool) -> list[str]:
             return _verify_words(task, base)
         case "calibrate":
             file = str(base.folder(task.token) / CALIBRATED)
-            device = "cpu" if base.job.train.device == "cpu" else base.job.train.device
-            alone = ["calibrate", "--quick", "--device", device, "-o", file, "--json"]
+            alone = ["calibrate", "--quick", "--device", task.device, "-o", file, "--json"]
             share = ["--share-gpu", base.job.train.share_gpu]
             return [*alone, "--ranks", *share, *nproc] if task.ranks > 1 else alone
         case "lose":
@@ -105,12 +105,12 @@ def task_words(task: Task, base: Base, *, launched: bool) -> list[str]:
 
 
 def _verify_words(task: Task, base: Base) -> list[str]:
-    on_gpu = base.job.train.device != "cpu"
+    on_gpu = task.device == "cuda"
     shared = on_gpu and task.ranks > 1 and base.job.train.share_gpu == "nccl"
     changes = [*(["train.share_gpu=nccl"] if shared else []), *(["train.compile=off"] if on_gpu else [])]
     return [
         "verify", "--all", "--world", str(task.ranks), "--sample", str(task.sample),
-        "--device", "cuda" if on_gpu else "cpu", "--timeout", f"{max(10.0, task.limit):.0f}", *changes, "--json",
+        "--device", task.device, "--timeout", f"{max(10.0, task.limit):.0f}", *changes, "--json",
     ]  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def _measured_run(task: Task, base: Base) -> list[str]:
     """The run that times a layout, and then traces it."""
     model = [f"model={task.model}", f"model.layers={task.layers}"] if task.model else [*base.words]
     sizes = [f"data.seq={task.seq}", f"train.batch={task.batch}"] if task.model else []
-    dtype = [f"train.dtype={'float32' if base.job.train.device == 'cpu' else 'bfloat16'}"] if task.model else []
+    dtype = [f"train.dtype={'float32' if task.device == 'cpu' else 'bfloat16'}"] if task.model else []
     data = [f"data.path={base.folder(task.token) / TOKENS}"] if task.model else []
     steps = WARM_STEPS + task.steps
     return [

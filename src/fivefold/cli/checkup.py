@@ -89,7 +89,7 @@ def checkup(
             follow(base, world)
         return
     files = _files(output)
-    done = _checkup(base, budget, world, nproc, dry_run=dry_run, names=names, as_json=as_json)
+    done = _checkup(base, budget, world, nproc, files[".toml"].name, dry_run=dry_run, names=names, as_json=as_json)
     if done is None:
         return
     _write(done, files, as_json=as_json)
@@ -112,8 +112,9 @@ def _files(output: Path) -> dict[str, Path]:
 
 
 def _checkup(
-    base: "Base", budget: "Budget", world: "World", nproc: int | None, *, dry_run: bool, names: bool, as_json: bool
-) -> "Done | None":
+    base: "Base", budget: "Budget", world: "World", nproc: int | None, cluster_file: str, *,
+    dry_run: bool, names: bool, as_json: bool,
+) -> "Done | None":  # fmt: skip
     """Run it, or list what it would do."""
     from fivefold.checkup.devices import Devices, look_at_devices, ranks_here
     from fivefold.checkup.result import CheckupPlan
@@ -139,7 +140,7 @@ def _checkup(
     budget.start = budget.clock()
     team: Team = Launched(base, world) if launched else Here(base, ranks)
     tell = lambda line: console.print(line, markup=False, style="dim")  # noqa: E731 - passed on
-    return run_checkup(team, base, devices, budget, command_line(), tell, names=names)
+    return run_checkup(team, base, devices, budget, command_line(), tell, names=names, cluster_file=cluster_file)
 
 
 def _write(done: "Done", files: dict[str, Path], *, as_json: bool) -> None:
