@@ -13,6 +13,7 @@ from fivefold.machines.judge import flops_text, rate_text
 from fivefold.support.errors import UserError
 
 _NOTABLE = 0.10  # relative: by how much a figure must differ from the catalogue's to be named
+_THOROUGH_S = 100.0  # seconds in which a CPU is measured three times, as other work on it may spoil one
 _SLOW_RANK = 1.10  # times as long as the fastest
 
 
@@ -28,7 +29,8 @@ class Figure(NamedTuple):
 def calibrate_machines(course: Course, part: PartReport) -> None:
     """Measure what the planner's formulas need. All ranks are measured at once, as they share memory and links."""
     course.catalogue = of_catalogue(course.devices, course.nodes, course.team.per_node)
-    ends = course.run(course.task(kind="calibrate"))
+    quick = course.devices.on_gpu or course.share < _THOROUGH_S
+    ends = course.run(course.task(kind="calibrate", quick=quick))
     if ended := failure("calibrate", ends):
         raise ended
     figures = figures_of("calibrate", ends[0])

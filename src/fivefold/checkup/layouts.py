@@ -106,14 +106,16 @@ def choose(job: Job, cluster: Cluster) -> list[Option]:
     return chosen
 
 
-def searches(cluster: Cluster) -> list[dict[str, int]]:
+def searches(cluster: Cluster) -> list[dict[str, Any]]:
     """What is fixed in each search: nothing, and then each of the axes, as the best layouts often share one."""
     degrees = sorted({2, cluster.groups[0].gpus} - {1})
-    axes = [{axis: degree} for axis in ("tp", "pp", "cp") for degree in degrees if cluster.world % degree == 0]
+    axes: list[dict[str, Any]] = [
+        {axis: degree} for axis in ("tp", "pp", "cp") for degree in degrees if cluster.world % degree == 0
+    ]
     return [{}, *(axes if cluster.world > 1 else [])]
 
 
-def _found(job: Job, workload: Workload, fixed: dict[str, int]) -> list[Option]:
+def _found(job: Job, workload: Workload, fixed: dict[str, Any]) -> list[Option]:
     """The layouts that a search finds and the trainer takes, the fastest first; none where nothing fits."""
     try:
         options = search(workload, top=SURVIVORS, **fixed).options

@@ -44,6 +44,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sample: Count = 0  # layouts to prove
     ranks: Count = 1  # of the world; of verify, on each node
     lost: int = -1  # the rank that is killed; -1: none
+    quick: bool = True  # of calibrate
     start: Count = 0  # which start of a run this is
     port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0  # where the ranks of several launched processes meet
 
@@ -94,7 +95,8 @@ def task_words(task: Task, base: Base, *, launched: bool) -> list[str]:
             return _verify_words(task, base)
         case "calibrate":
             file = str(base.folder(task.token) / CALIBRATED)
-            alone = ["calibrate", "--quick", "--device", task.device, "-o", file, "--json"]
+            quick = ["--quick"] if task.quick else []
+            alone = ["calibrate", *quick, "--device", task.device, "-o", file, "--json"]
             share = ["--share-gpu", base.job.train.share_gpu]
             return [*alone, "--ranks", *share, *nproc] if task.ranks > 1 else alone
         case "lose":
