@@ -13,7 +13,7 @@ from msgspec import structs
 
 from fivefold.checkup.course import Course, PartEnded, failure, out_of_time
 from fivefold.checkup.report import LayoutRun, PartReport, Step
-from fivefold.checkup.tasks import TOKENS, WARM_STEPS
+from fivefold.checkup.tasks import TOKENS, TRACED_STEPS, WARM_STEPS
 from fivefold.cost.moe import imbalance_for
 from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
@@ -31,7 +31,9 @@ BEST, RIVAL = "the planner's best", "rival"
 RIVALS = 2
 COLLECTIVES = ("tp", "cp", "zero", "ep", "dp")  # causes of an estimate that are exposed communication
 FEWEST_STEPS, MOST_STEPS = 3, 12
-_STEP_SHARE = 0.4  # of a layout's time, for its timed steps; the rest is its start and compilation
+_START_S = {True: 45.0, False: 12.0}  # seconds until the first step is done, on a GPU (compilation) and on a CPU
+_STEP_SHARE = 0.6  # of what is left of a layout's time, for its steps
+_KEPT = 0.6  # of the time of later layouts, that a slow one may not take
 _BATCHES = 4  # of random tokens
 
 
@@ -49,7 +51,8 @@ def train_layouts(course: Course, part: PartReport) -> None:
     for number, option in enumerate(options):
         role = RIVAL if number else BEST
         left = len(options) - number
-        share, limit = min(course.share / len(options), course.left / left), course.left / left
+        share = min(course.share / len(options), course.left / left)
+        limit = course.left * (1 - _KEPT * (1 - 1 / left))
         run = LayoutRun(
             layout=str(option.layout),
             role=role,
@@ -59,7 +62,9 @@ def train_layouts(course: Course, part: PartReport) -> None:
         if limit < 1:
             raise out_of_time(part, f"{role}, {option.layout}")
         course.tell(f"{role}: {option.layout}")
-        course.report.runs.append(measure(course, run, timed_steps(share, option.seconds), number, limit))
+        course.report.runs.append(
+            measure(course, run, timed_steps(share, option.seconds, on_gpu=course.devices.on_gpu), number, limit)
+        )
     _conclude(course, part)
 
 
@@ -172,9 +177,10 @@ def measure(course: Course, run: LayoutRun, steps: int, number: int, limit: floa
     return structs.replace(run, measured=measured)
 
 
-def timed_steps(limit: float, seconds: float) -> int:
-    """How many steps of so many seconds are timed within a limit."""
-    return int(max(FEWEST_STEPS, min(MOST_STEPS, _STEP_SHARE * limit / max(seconds, 1e-6) - WARM_STEPS)))
+def timed_steps(share: float, seconds: float, *, on_gpu: bool) -> int:
+    """How many steps of so many seconds are timed in a layout's share of the time."""
+    room = _STEP_SHARE * max(0.0, share - _START_S[on_gpu]) / max(seconds, 1e-6)
+    return int(max(FEWEST_STEPS, min(MOST_STEPS, room - WARM_STEPS - TRACED_STEPS)))
 
 
 def read_run(directory: Path, steps: int, *, on_gpu: bool) -> Step:

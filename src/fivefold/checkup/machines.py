@@ -28,7 +28,8 @@ def examine_machines(course: Course, part: PartReport) -> None:
         where = "within a node" if axis == "cp" or course.nodes == 1 else "between nodes"
         part.says.append(
             f"links {where}: all-reduce at {rate_text(link['reduce'])}, a message at "
-            f"{rate_text(link['send']) if link['send'] else '-'}, {1e6 * link['latency']:.0f} us (slowest group)"
+            f"{rate_text(link['send']) if link['send'] else '-'}, "
+            f"latency {1e6 * link['latency']:.0f} us (slowest group)"
         )
 
 

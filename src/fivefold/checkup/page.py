@@ -1,10 +1,11 @@
 """A checkup's report as one page of HTML, without scripts or anything from the network, for screens and paper."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from html import escape
 from typing import Any
 
-from fivefold.checkup.calibration import Figure, amount_text
+from fivefold.checkup.calibration import Figure, amount_text, sentence_of
 from fivefold.checkup.pictures import losses_picture, steps_picture
 from fivefold.checkup.report import CheckupReport, PartReport
 from fivefold.checkup.result import extras_table, setup_text, steps_table, verdict
@@ -23,8 +24,8 @@ h1 {{ margin-bottom: .25rem; line-height: 1.2; }} h2 {{ margin: 2.5rem 0 .5rem; 
 .cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .75rem; padding: 0; }}
 .cards li {{ list-style: none; padding: .75rem 1rem; border-radius: .5rem; background: {FAINT}; }}
 .cards a {{ color: inherit; text-decoration: none; font-weight: 600; }} .cards span {{ display: block; color: {GREY}; }}
-.cards b {{ color: #0b7a53; }} .cards .bad b {{ color: #b8430b; }} .cards .none b {{ color: {GREY}; }}
-figure {{ max-width: 42rem; }} pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
+.cards a, .cards b {{ display: block; }} .cards b {{ color: #0b7a53; }} .cards .bad b {{ color: #b8430b; }} .cards .none b {{ color: {GREY}; }}
+figure {{ max-width: 34rem; }} pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
 pre {{ padding: .5rem .75rem; background: {FAINT}; border-radius: .5rem; font-size: .85rem; }}
 li.bad, p.bad {{ color: #b8430b; }} th {{ vertical-align: bottom; }} td {{ vertical-align: top; }}
 @media (max-width: 40rem) {{ th, td {{ padding: .2rem .4rem; font-size: .85rem; }} body {{ margin: 1rem auto; }} }}
@@ -79,8 +80,9 @@ def _section(report: CheckupReport, part: PartReport) -> Iterator[str]:
     yield f'<h2 id="{escape(part.name)}">{escape(part.title)}</h2>'
     if part.findings:
         yield _items(part.findings, "ul", "bad")
-    if part.says:
-        yield _items(part.says, "ul")
+    figures = [sentence_of(Figure(**figure)) for figure in part.data.get("figures", ())]  # which the table has
+    if says := [sentence for sentence in part.says if sentence not in figures]:
+        yield _items(says, "ul")
     tables = {"machines": _machines, "proofs": _proofs, "calibration": _calibration}
     if part.data and part.name in tables:
         for table in tables[part.name](part.data):
@@ -108,7 +110,15 @@ def _items(sentences: list[str], tag: str, style: str = "") -> str:
 
 
 def _scrolling(table: Table) -> str:
-    return f'<div class="scroll">{table_html(table)}</div>'
+    return f'<div class="scroll">{table_html(_filled(table))}</div>'
+
+
+def _filled(table: Table) -> Table:
+    """The table without columns in which no row says anything."""
+    rows = list(table.cells)
+    used = [index for index in range(len(table.heads)) if any(row[index].text not in ("", "-") for row in rows)]
+    heads = [table.heads[index] for index in used]
+    return replace(table, heads=heads, rows=[[row[index] for index in used] for row in rows], totals=())
 
 
 def _machines(data: dict[str, Any]) -> Iterator[Table]:

@@ -19,7 +19,7 @@ from fivefold.render.scene import (
     cut,
 )
 
-WIDE, EDGE = 640.0, 20.0
+WIDE, EDGE = 480.0, 12.0
 _TYPE, _SMALL = 17.0, 15.0
 _BAR, _GAP = 22.0, 6.0
 _WAIT = "#8a5a00"  # exposed communication, within a bar
@@ -100,10 +100,10 @@ def losses_picture(report: CheckupReport) -> Scene | None:
         TextMark(x + 6, plot.top - 14, f"rank {part.data['rank']} is killed", _SMALL),
         Curve(tuple((plot.x(at), plot.y(loss)) for at, loss in enumerate(whole, 1)), BLUE, 3.0),
         *(Mark(plot.x(at), plot.y(loss), 6.5, ORANGE, 3) for at, loss in enumerate(lost, 1)),
-        TextMark(plot.left + plot.width / 2, plot.bottom + 44, "step", _SMALL, "middle", GREY),
+        TextMark(plot.left + plot.width, 306, "step", _SMALL, "end", GREY),
         Line(EDGE, 306, EDGE + 26, 306, BLUE, 3.0),
         TextMark(EDGE + 34, 306, "undisturbed", _SMALL, fill=GREY),
-        Mark(EDGE + 168, 306, 6.5, ORANGE, 3),
-        TextMark(EDGE + 184, 306, "with the lost rank", _SMALL, fill=GREY),
+        Mark(EDGE + 150, 306, 6.5, ORANGE, 3),
+        TextMark(EDGE + 166, 306, "with the lost rank", _SMALL, fill=GREY),
     ]
     return scene

@@ -159,7 +159,7 @@ def rank_env(world: World, task: Task, number: int) -> dict[str, str | None]:
         "MASTER_ADDR": world.meeting.address,
         "MASTER_PORT": task.port,
         RESTARTS_ENV: task.start,
-        RUN_ID_ENV: f"{world.run or 'run'} checkup {number}",
+        RUN_ID_ENV: f"checkup {task.token} {task.name or number}",  # the same for all starts of a run
     }
     return {name: str(value) for name, value in ranks.items()} | _AGENT | task_env(task)
 
