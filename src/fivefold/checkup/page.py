@@ -24,7 +24,8 @@ h1 {{ margin-bottom: .25rem; line-height: 1.2; }} h2 {{ margin: 2.5rem 0 .5rem; 
 .cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .75rem; padding: 0; }}
 .cards li {{ list-style: none; padding: .75rem 1rem; border-radius: .5rem; background: {FAINT}; }}
 .cards a {{ color: inherit; text-decoration: none; font-weight: 600; }} .cards span {{ display: block; color: {GREY}; }}
-.cards a, .cards b {{ display: block; }} .cards b {{ color: #0b7a53; }} .cards .bad b {{ color: #b8430b; }} .cards .none b {{ color: {GREY}; }}
+.cards a, .cards b {{ display: block; }}
+.cards b {{ color: #0b7a53; }} .cards .bad b {{ color: #b8430b; }} .cards .none b {{ color: {GREY}; }}
 figure {{ max-width: 34rem; }} pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
 pre {{ padding: .5rem .75rem; background: {FAINT}; border-radius: .5rem; font-size: .85rem; }}
 li.bad, p.bad {{ color: #b8430b; }} th {{ vertical-align: bottom; }} td {{ vertical-align: top; }}

@@ -24,6 +24,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 LOST_STEPS, LOST_EVERY, LOST_AT = 8, 2, 5  # steps of the run that loses a rank, between checkpoints, and of the loss
 WARM_STEPS, TRACED_STEPS = 3, 2  # steps before the timed ones of a layout's run, and the traced ones after them
 CALIBRATED = "calibrated.toml"
+_LONGEST_WAIT_S = 300.0  # seconds that a rank waits for another, where the time of a part does not end it first
 TOKENS = "tokens"
 
 
@@ -71,7 +72,7 @@ class Base:
             f"run.dir={self.folder(task.token)}",
             f"train.device={'mixed' if train.device == 'mixed' else task.device}",
             f"train.share_gpu={train.share_gpu}",
-            f"train.timeout={max(10.0, min(train.timeout, task.limit)):.0f}",
+            f"train.timeout={min(train.timeout, _LONGEST_WAIT_S):g}",  # the same in all starts of a run
         ]
 
 
