@@ -3,6 +3,8 @@
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
 from fivefold.checkup.course import Course, PartEnded, failure, figures_of
 from fivefold.checkup.devices import Devices
 from fivefold.checkup.report import PartReport
@@ -39,10 +41,9 @@ def calibrate_machines(course: Course, part: PartReport) -> None:
         measured = Cluster.read(file) if course.team.size > 1 else Cluster((Group(1, 1, read_accelerator(str(file))),))
     except UserError as error:
         raise PartEnded("failed", f"calibrate wrote a file that cannot be read: {error}") from None
-    course.cluster = uniform(measured, course.nodes, course.team.per_node)
-    device = course.cluster.groups[0].accelerator
+    course.cluster = uniform(measured, course.nodes, course.team.per_node, course.catalogue)
     part.data = {
-        "figures": [figure._asdict() for figure in compared(device, course.catalogue)],
+        "figures": [figure._asdict() for figure in compared(course.cluster, course.catalogue)],
         "rows": figures.get("rows", []),
         "classes": figures.get("classes", []),
     }
@@ -51,7 +52,7 @@ def calibrate_machines(course: Course, part: PartReport) -> None:
         course.report.clusters["catalogue"] = course.catalogue.to_dict()
     else:
         part.says.append(f"the catalogue does not know {course.devices.name}; only measured figures are used")
-    for figure in compared(device, course.catalogue):
+    for figure in compared(course.cluster, course.catalogue):
         part.says.append(sentence_of(figure))
     for slow in part.data["classes"][1:]:
         if slow["slower"] > _SLOW_RANK:
@@ -70,9 +71,17 @@ def of_catalogue(devices: Devices, nodes: int, per_node: int) -> Cluster | None:
     return None
 
 
-def uniform(measured: Cluster, nodes: int, per_node: int) -> Cluster:
-    """The measured cluster as equal nodes of its slowest rank's accelerator: a step waits for the slowest."""
-    return Cluster((Group(nodes, per_node, min((group.accelerator for group in measured.groups), key=_speed)),))
+def uniform(measured: Cluster, nodes: int, per_node: int, catalogue: Cluster | None) -> Cluster:
+    """The measured cluster as equal nodes of its slowest rank's accelerator: a step waits for the slowest. Where there
+    is one node of GPUs, the links to others are the catalogue's."""
+    slowest = min((group.accelerator for group in measured.groups), key=_speed)
+    if nodes == 1 and catalogue and not slowest.is_cpu:
+        known = catalogue.groups[0].accelerator
+        shares = structs.replace(
+            slowest.achieved or achieved(slowest.name), across=(known.achieved or achieved(known.name)).across
+        )
+        slowest = structs.replace(slowest, across=known.across, achieved=shares)
+    return Cluster((Group(nodes, per_node, slowest),))
 
 
 def _speed(accelerator: Accelerator) -> float:
@@ -80,25 +89,29 @@ def _speed(accelerator: Accelerator) -> float:
     return (accelerator.peak.bf16 or 0.0) * own.gemm
 
 
-def compared(device: Accelerator, catalogue: Cluster | None) -> list[Figure]:
+def compared(cluster: Cluster, catalogue: Cluster | None) -> list[Figure]:
     """The constants that decide most of a step's time, here and in the catalogue."""
-    known = catalogue.groups[0].accelerator if catalogue and not device.is_cpu else None
-    precision = "fp32" if device.is_cpu else "bf16"
-    here, there = (_constants(one, precision) if one else {} for one in (device, known))
+    here = _constants(cluster)
+    there = _constants(catalogue) if catalogue and not catalogue.groups[0].accelerator.is_cpu else {}
     return [Figure(what, unit, value, there.get((what, unit))) for (what, unit), value in here.items()]
 
 
-def _constants(device: Accelerator, precision: str) -> dict[tuple[str, str], float]:
-    own = device.achieved or achieved(device.name)
-    rate = device.rate(precision)
-    return {
+def _constants(cluster: Cluster) -> dict[tuple[str, str], float]:
+    [group] = cluster.groups
+    device, precision = group.accelerator, "fp32" if group.accelerator.is_cpu else "bf16"
+    own, rate = device.achieved or achieved(device.name), device.rate(precision)
+    figures = {
         (f"matmuls, {precision}", "FLOP/s"): rate * own.gemm,
         (f"attention, {precision}", "FLOP/s"): rate * max(own.flash2, own.flash3),
         ("memory", "bytes/s"): device.memory_bandwidth * own.stream,
-        ("link within a node", "bytes/s"): device.inside.bandwidth * own.inside,
-        ("its latency", "s"): device.inside.latency,
-        ("link between nodes", "bytes/s"): device.across.bandwidth * own.across,
     }
+    if group.gpus > 1:
+        figures["links within a node", "bytes/s"] = device.inside.bandwidth * own.inside
+        figures["their latency", "s"] = device.inside.latency
+    if group.nodes > 1:
+        figures["links between nodes", "bytes/s"] = device.across.bandwidth * own.across
+        figures["latency between nodes", "s"] = device.across.latency
+    return figures
 
 
 def sentence_of(figure: Figure) -> str:

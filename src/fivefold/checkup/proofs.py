@@ -7,7 +7,7 @@ from fivefold.checkup.report import PartReport
 from fivefold.support.text import plural
 
 MOST_RANKS = 8  # of a layout that is proven
-_START_S = {True: 35.0, False: 8.0}  # seconds until the first layout is proven, on a GPU and on a CPU
+_START_S = {True: 25.0, False: 8.0}  # seconds until the first layout is proven, on a GPU and on a CPU
 _LAYOUT_S = {True: 4.0, False: 2.5}  # seconds for a layout and a rank's share of a core
 _FEWEST, _MOST = 2, 16  # layouts
 
@@ -45,7 +45,7 @@ def prove_layouts(course: Course, part: PartReport) -> None:
 
 def sample_size(seconds: float, ranks: int, devices: int, *, on_gpu: bool) -> int:
     """How many layouts can be proven in so many seconds."""
-    crowded = max(1.0, ranks / max(1, devices))
+    crowded = 1.0 if on_gpu else max(1.0, ranks / max(1, devices))
     return int(max(_FEWEST, min(_MOST, (0.7 * seconds - _START_S[on_gpu]) / (_LAYOUT_S[on_gpu] * crowded))))
 
 

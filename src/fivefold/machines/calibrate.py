@@ -32,7 +32,7 @@ from fivefold.launch.host import cores
 from fivefold.launch.local import check_sharing
 from fivefold.launch.watchdog import watch
 from fivefold.machines.clock import Clock, Timing, timed_collectives
-from fivefold.machines.fit import ATTENTION, Samples, fitted
+from fivefold.machines.fit import ATTENTION, Samples, fitted, with_across
 from fivefold.machines.kernels import Kernels, block_of, of_device
 from fivefold.machines.result import CalibrationResult, RankSpeed, RanksResult, at_pace, short
 from fivefold.model.ops import LocalOps
@@ -267,20 +267,39 @@ def _block(device: torch.device) -> tuple[ModelSpec, int, int]:
     return of_device(on_gpu=device.type == "cuda", quick=True)
 
 
+def _links(device: torch.device, local_size: int) -> tuple[list[Timing], list[Timing]]:
+    """Timed collectives within this rank's node, and among the ranks that stand at its place on the nodes: in all groups at
+    once, as ranks of a node share its network. Collective over all ranks."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    on_gpu = device.type == "cuda" and dist.get_backend() == "nccl"
+    where, (sizes, rounds) = device if on_gpu else torch.device("cpu"), links_between(device, quick=True)
+    if world == local_size:
+        return timed_collectives(where, sizes, rounds), []
+    if world % local_size:  # unequal nodes: which ranks share one is not known here
+        return [], []
+    nodes = [range(first, first + local_size) for first in range(0, world, local_size)]
+    places = [range(place, world, local_size) for place in range(local_size)]
+    own: list[list[Timing]] = []
+    for groups in (nodes, places):
+        made = {ranks: dist.new_group(list(ranks)) for ranks in groups}  # every rank makes every group
+        ranks = next(ranks for ranks in groups if rank in ranks)
+        own.append(timed_collectives(where, sizes, rounds, made[ranks]) if len(ranks) > 1 else [])
+        dist.barrier()
+    return own[0], own[1]
+
+
 def _accelerator(device: torch.device, samples: Samples, local_size: int) -> Accelerator:
-    """The fitted accelerator of this rank. If all ranks are on one node, they measure its links; else the links are the
-    catalogue's."""
-    world, links = dist.get_world_size(), []
-    if local_size == world:
-        on_gpu = device.type == "cuda" and dist.get_backend() == "nccl"
-        links = timed_collectives(device if on_gpu else torch.device("cpu"), *links_between(device, quick=True))
+    """The fitted accelerator of this rank, with the links of its node and those to the other nodes."""
+    inside, across = _links(device, local_size)
     base = ceilings(device, max(timing.rate for timing in samples.products), max(samples.streams.values()))
-    accelerator = fitted(base, samples, (world, links)).accelerator
+    accelerator = fitted(base, samples, (local_size, inside)).accelerator
     sharing = local_size  # ranks of a node share its memory, or that of a GPU
     if device.type == "cuda":
         sharing = -(-local_size // max(1, torch.cuda.device_count()))
     accelerator = structs.replace(accelerator, memory=accelerator.memory // sharing)
-    if links:  # RanksResult makes groups of one node's ranks: the links between groups are those between ranks
+    if across:
+        return with_across(base, accelerator, dist.get_world_size() // local_size, across)
+    if inside:  # RanksResult makes groups of one node's ranks: the links between groups are those between ranks
         accelerator = structs.replace(accelerator, across=accelerator.inside)
         assert accelerator.achieved is not None
         accelerator = structs.replace(
