@@ -114,7 +114,8 @@ def _judge(
     if len(losses) != len(expected):
         part.findings.append(f"the run ended with {len(losses)} of {len(expected)} steps")
         return
-    step, worst = max(
-        enumerate(map(lambda one, other: abs(one - other), losses, expected), 1), key=lambda pair: pair[1]
+    apart = [abs(one - other) for one, other in zip(losses, expected, strict=True)]
+    first = next(step for step, difference in enumerate(apart, 1) if difference)
+    part.findings.append(
+        f"the losses differ from step {first} on, by {max(apart):.2e} at most: the run did not go on as if undisturbed"
     )
-    part.findings.append(f"the loss of step {step} differs by {worst:.2e} from that of the undisturbed run")

@@ -268,8 +268,10 @@ def _block(device: torch.device) -> tuple[ModelSpec, int, int]:
 
 
 def _links(device: torch.device, local_size: int) -> tuple[list[Timing], list[Timing]]:
-    """Timed collectives within this rank's node, and among the ranks that stand at its place on the nodes: in all groups at
-    once, as ranks of a node share its network. Collective over all ranks."""
+    """Timed collectives within this rank's node, and among the ranks that stand at its place on the nodes.
+
+    Collective over all ranks: all groups are timed at once, as ranks of a node share its network.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     on_gpu = device.type == "cuda" and dist.get_backend() == "nccl"
     where, (sizes, rounds) = device if on_gpu else torch.device("cpu"), links_between(device, quick=True)
