@@ -105,7 +105,7 @@ DATA_PARALLEL = rows_of(
      ["missing MEAN", "send it in finish()"]),
     ("means that are not copied back", [("                parameter.grad.copy_(mean.view_as(parameter))\n", "                pass\n")],
      ["missing MEAN"]),
-    ("no broadcast", [("            dist.broadcast(parameter.data, src=0, group=group)\n", "")],
+    ("no broadcast", [("            dist.broadcast(parameter.data, group_src=0, group=group)\n", "")],
      ["the last layer's bias at the start", "broadcast them"]),
     ("all in finish()", [("        if sum(one.numel() * one.element_size() for one in self.bucket) >= self.bucket_bytes:\n            self.send()\n", "")],
      ["after the whole backward pass"]),
@@ -118,7 +118,7 @@ DATA_PARALLEL = rows_of(
     ("a call that blocks", [("            work.wait()\n", ""), ("async_op=True", "async_op=False")], ["waits for a bucket while gradients are still to be computed"]),
     ("a wait after each send", [("        self.sent.append((self.bucket, flat, work))", "        work.wait()\n        self.sent.append((self.bucket, flat, work))")], ["waits for a bucket while gradients are still to be computed", "wait in finish()"]),
     ("buckets that are sent before they are full", [(">= self.bucket_bytes", ">= self.bucket_bytes // 8")], ["5 all-reduces with 1,704 bytes where 2 all-reduces with 1,704 bytes are enough"]),
-    ("a broadcast of copies", [("            dist.broadcast(parameter.data, src=0, group=group)\n", "            dist.broadcast(parameter.data.clone(), src=0, group=group)\n")], ["the last layer's bias at the start differs on rank 1", "broadcast them"]),
+    ("a broadcast of copies", [("            dist.broadcast(parameter.data, group_src=0, group=group)\n", "            dist.broadcast(parameter.data.clone(), group_src=0, group=group)\n")], ["the last layer's bias at the start differs on rank 1", "broadcast them"]),
 )  # fmt: skip
 ZERO = rows_of(
     "zero",
@@ -146,7 +146,7 @@ PIPELINE = rows_of(
     "pipeline",
     ("losses that are not divided", [("(output / microbatches).backward()", "output.backward()")], ["exactly x 3 = m", "each counts 1/m"]),
     ("divided twice", [("(output / microbatches).backward()", "(output / microbatches**2).backward()")], ["exactly x 0.33333333 = 1/m", "divided twice by their number"]),
-    ("a send that waits", [("        sent.append((tensor, dist.isend(tensor, peer, group=group)))", "        dist.send(tensor, peer, group=group)")],
+    ("a send that waits", [("        sent.append((tensor, dist.isend(tensor, group_dst=peer, group=group)))", "        dist.send(tensor, group_dst=peer, group=group)")],
      ["both wait in a send to each other"]),
     ("backward of the last microbatch", [("            x, output = held.pop(number)", "            x, output = held.pop(max(held))")], ["keep outputs by number"]),
     ("a gradient that is not sent", [("            if rank > 0:\n                send(x.grad, rank - 1)\n", "")], ["waits in a receive"]),
@@ -167,14 +167,14 @@ RING = rows_of(
     ("one step too few", [("        for step in range(ranks):\n            source = (rank - step) % ranks\n            scores = scores_of(q, block[0], causal, rank", "        for step in range(ranks - 1):\n            source = (rank - step) % ranks\n            scores = scores_of(q, block[0], causal, rank")], ["the output differs", "whether all blocks are merged"]),
     ("the wrong source", [("            source = (rank - step) % ranks\n            scores = scores_of(q, block[0], causal, rank", "            source = (rank + step) % ranks\n            scores = scores_of(q, block[0], causal, rank")], ["the output differs", "whose tokens a block has"]),
     ("gradients that stay", [("            of_block = pass_on(of_block, ctx.group)\n", "")], ["2 of 3 gradients (k, v)", "it travels with the block"]),
-    ("a send that waits", [("    sending = dist.isend(tensor.contiguous(), (rank + 1) % ranks, group=group)\n", "    dist.send(tensor.contiguous(), (rank + 1) % ranks, group=group)\n"),
+    ("a send that waits", [("    sending = dist.isend(tensor.contiguous(), group_dst=(rank + 1) % ranks, group=group)\n", "    dist.send(tensor.contiguous(), group_dst=(rank + 1) % ranks, group=group)\n"),
                            ("    sending.wait()\n", "")], ["both wait in a send to each other"]),
     ("no delta", [(" - of_rows) * scale", ") * scale")], ["2 of 3 gradients (k, q)", "weights * (gradient v^T - delta)"]),
     ("exp of scores", [("            own = scores.logsumexp(-1)\n", "            own = scores.exp().sum(-1).log()\n")], ["the output has", "nan or infinite"]),
     ("one step too many", [("            if step < ranks - 1:\n                block = pass_on(block, group)\n", "            block = pass_on(block, group)\n")], ["the numbers are right, but a rank sends"]),
     ("all keys gathered", [("        block = torch.stack([k, v])\n        for step", "        block = torch.stack([k, v])\n        every = [torch.empty_like(block) for _ in range(ranks)]\n        dist.all_gather(every, block, group=group)\n        for step"),
       ("                block = pass_on(block, group)", "                block = every[(rank - step - 1) % ranks]")], ["calls 1 all-gather with 3,072 bytes", "more than two blocks of keys"]),
-    ("the other way round", [("(rank + 1) % ranks, group=group)", "(rank - 1) % ranks, group=group)"), ("dist.recv(received, (rank - 1)", "dist.recv(received, (rank + 1)"), ("source = (rank - step)", "source = (rank + step)"), ("source = (rank - step)", "source = (rank + step)")], ["rank 0 sends to rank 2, and next in the ring is rank 1"]),
+    ("the other way round", [("(rank + 1) % ranks, group=group)", "(rank - 1) % ranks, group=group)"), ("group_src=(rank - 1)", "group_src=(rank + 1)"), ("source = (rank - step)", "source = (rank + step)"), ("source = (rank - step)", "source = (rank + step)")], ["rank 0 sends to rank 2, and next in the ring is rank 1"]),
     ("k and v on their own", [("                block = pass_on(block, group)", "                block = torch.stack([pass_on(side, group) for side in block])")], ["5 sends with 6,144 bytes where 4 sends with 6,144 bytes are enough"]),
 )  # fmt: skip
 EXPERTS = rows_of(

@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from fivefold.foreign.measurement import Settings
 from fivefold.foreign.verify import AdapterProof
 from fivefold.labs.catalogue import lab_in, other_statement
 from fivefold.labs.ends import FINAL, ended
+from fivefold.labs.groups import ADVICE as GROUP_ADVICE
+from fivefold.labs.groups import GROUPS, groups_of, inside, strangers
 from fivefold.labs.lab import Case, FileVerdict, Lab
 from fivefold.labs.messages import ANSWER, FOLDER, LabMessage, busiest, read, sums, told, unwritten, wire_of
 from fivefold.labs.probes import differences
@@ -120,7 +122,7 @@ def check_lab(
                 for outcome in _of_case(
                     lab, case, folder, timeout, lambda what: progress(len(outcomes), lab.layouts, what)
                 ):
-                    outcomes.append(outcome)
+                    outcomes.append(_of_a_part(outcome, outcomes))
                     if outcome.final or (first and not outcome.passed):
                         return LabCheck(lab, tuple(outcomes), remarks)
     return LabCheck(lab, tuple(outcomes), remarks)
@@ -138,13 +140,25 @@ def _of_case(lab: Lab, case: Case, folder: Path, timeout: float, before: Callabl
         yield _outcome(lab, case, proof.prove(layout, world, known), folder)
 
 
+def _of_a_part(outcome: Outcome, before: Sequence[Outcome]) -> Outcome:
+    """Says so where nothing but the group is new."""
+    layout = outcome.proof.layout
+    if outcome.passed or GROUPS not in layout or not all(one.passed for one in before) or not before:
+        return outcome
+    here = " and ".join(f"[{', '.join(map(str, group))}]" for group in groups_of(layout, outcome.proof.world))
+    new = f"what is new in this layout is `group`, which had all ranks before: here there are two, {here}"
+    return replace(outcome, problems=(*outcome.problems, f"{new}; {GROUP_ADVICE}"))
+
+
 def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
     layout = {key: int(value) for key, value in proof.layout.items()}
     messages = read(folder, layout_text(proof.layout), proof.world)
     sent = busiest(messages)
     # What differs first on the way forward says more than the gradients that follow from it.
     on_the_way = [_hinted(lab, text) for text in differences(folder, proof.layout, proof.world, case.probes)]
-    if proof.broken:
+    if odd := strangers(proof.layout, messages):
+        problems = [odd]
+    elif proof.broken:
         problems = [_hinted(lab, ended(proof, lab.file, messages)), *on_the_way]
     elif not proof.passed:
         problems = on_the_way or _causes(lab, proof)
@@ -152,8 +166,10 @@ def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
         problems = [lost]
     else:
         problems = on_the_way or _too_much(sent, case.needs(layout) if case.needs else None)
-        if case.judge and (text := case.judge(messages)):
-            problems.append(text)
+        for group in groups_of(proof.layout, proof.world) if case.judge else ():
+            if case.judge and (text := case.judge([inside(messages[rank], group) for rank in group])):
+                problems.append(text)
+                break
     return Outcome(case, proof, tuple(problems), sent)
 
 

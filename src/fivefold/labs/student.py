@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.foreign.adapter import AdapterFile, import_adapter
-from fivefold.labs.messages import ANSWER, FOLDER, LabMessage
+from fivefold.foreign.adapter import AdapterFile, Layout, import_adapter, product
+from fivefold.labs.groups import GROUPS, groups_of
+from fivefold.labs.messages import ANSWER, BARRIER, FOLDER, LabMessage
 from fivefold.labs.probes import ALONE, file_of
 from fivefold.parallel.traffic_counter import SPACES, bytes_of, group_of, kind_of, name_of, named_args
 from fivefold.support.errors import UserError
@@ -76,6 +77,37 @@ def own_errors(file: Path | None = None) -> Iterator[None]:
 def _where(error: BaseException, file: Path) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     return f"{frames[-1].name} ({file.name}, line {frames[-1].lineno})" if frames else file.name
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+class Grouped:
+    """A check that gives the answer a group: all ranks, or a part of them (`groups.py`)."""
+
+    layout: Layout
+    group: Any
+
+    def world(self, layout: Layout) -> int:
+        return product(layout) * int(layout.get("ep", 1)) * int(layout.get(GROUPS, 1))
+
+    def join(self, layout: Layout) -> None:
+        self.layout, self.group = layout, _own_group(int(layout.get(GROUPS, 1)))
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over the group, by the check itself."""
+        found = tensor.detach().clone()
+        dist.all_reduce(found, group=self.group)
+        return found
+
+
+@cache
+def _own_group(count: int) -> Any:
+    if count == 1:
+        return dist.group.WORLD
+    made = [(ranks, dist.new_group(ranks)) for ranks in groups_of({GROUPS: count}, dist.get_world_size())]
+    return next(group for ranks, group in made if dist.get_rank() in ranks)
 
 
 # ---- shards ---------------------------------------------------------------------------------------------------------
@@ -156,8 +188,10 @@ def _message(func: Any, given: Mapping[str, Any]) -> LabMessage | None:
 
 
 def _rare(name: str) -> str | None:
-    """Collectives that a trainer has no use for, and a student may."""
-    return next((kind for kind in ("gather", "scatter") if name == kind), "reduce" if name == "reduce" else None)
+    """Collectives that a trainer has no use for, or does not count, and a student may call."""
+    if name.startswith((BARRIER, "monitoredbarrier")):
+        return BARRIER
+    return next((kind for kind in ("gather", "scatter", "reduce") if name == kind), None)
 
 
 _FILE: list[int] = []  # of the step that is recorded

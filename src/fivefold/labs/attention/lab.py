@@ -31,7 +31,7 @@ LAB = Lab(
     (
         Case("heads", ("tp=2", "tp=4"), "eight heads", needs(8), {MIXED: -1, SUMMED: None}),
         # With tp=2 a rank has two kv heads of two query heads each: in which order, shows only here.
-        Case("grouped", ("tp=2", "tp=4"), "four kv heads", needs(4), {MIXED: -1, SUMMED: None}),
+        Case("grouped", ("tp=2", "tp=4", "tp=2,groups=2"), "four kv heads", needs(4), {MIXED: -1, SUMMED: None}),
         Case("paired", ("tp=4",), "kv heads that two ranks share", needs(2), {MIXED: -1, SUMMED: None}),
         Case("shared", ("tp=2", "tp=4"), "kv heads that ranks share", needs(1), {MIXED: -1, SUMMED: None}),
     ),

@@ -33,7 +33,8 @@ LAB = Lab(
     "route, exchange and combine tokens whose numbers nobody knows beforehand",
     (
         Case("tokens", ("ep=2", "ep=4"), "ten tokens, two experts each", None, {OUTPUT: 0}, exchanges),
-        Case("few", ("ep=2", "ep=4"), "ranks without tokens, idle experts", None, {OUTPUT: 0}, exchanges),
+        Case("few", ("ep=2", "ep=4", "ep=2,groups=2"), "ranks without tokens, idle experts", None, {OUTPUT: 0},
+             exchanges),
     ),
     (
         Hint((OUTPUT, "another order"), "results come back in the order in which tokens were sent: undo the sort"),

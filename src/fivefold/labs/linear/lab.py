@@ -23,7 +23,13 @@ LAB = Lab(
     "which dimension of a weight is sharded, and which layer needs a sum",
     (
         Case("mlp", ("tp=2", "tp=4"), "an MLP with biases", two_sums(B * S * D, B * S * D), _PROBES),
-        Case("thin", ("tp=2", "tp=4"), "hidden width 12, output 5", two_sums(3 * OUT, 3 * THIN[-1]), _PROBES),
+        Case(
+            "thin",
+            ("tp=2", "tp=4", "tp=2,groups=2"),
+            "hidden width 12, output 5",
+            two_sums(3 * OUT, 3 * THIN[-1]),
+            _PROBES,
+        ),
     ),
     (
         Hint((ROW, "nobody adds"), "all-reduce what each rank's features give"),

@@ -22,7 +22,10 @@ LAB = Lab(
     "sequence",
     "Sequence parallelism",
     "an all-reduce in its two halves, and replicated weights that see other tokens",
-    (Case("six", ("tp=2",), "six tokens", needs, _PROBES), Case("eight", ("tp=4",), "eight tokens", needs, _PROBES)),
+    (
+        Case("six", ("tp=2", "tp=2,groups=2"), "six tokens", needs, _PROBES),
+        Case("eight", ("tp=4",), "eight tokens", needs, _PROBES),
+    ),
     (
         Hint((GATHERED, "another order"), "tokens are joined in dimension 1; torch's collectives join dimension 0"),
         Hint((GATHERED, "shape"), "all ranks' tokens are gathered along dimension 1"),
