@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.foreign.adapter import AdapterFile, layout_text, parse_layout
+from fivefold.foreign.evidence import listed
+from fivefold.foreign.gradient_causes import OTHER_TOKENS
 from fivefold.foreign.layout_proof import LayoutProof
 from fivefold.foreign.measurement import Settings
 from fivefold.foreign.verify import AdapterProof
@@ -22,8 +24,8 @@ from fivefold.labs.ends import FINAL, ended
 from fivefold.labs.groups import ADVICE as GROUP_ADVICE
 from fivefold.labs.groups import GROUPS, groups_of, inside, strangers
 from fivefold.labs.lab import Case, FileVerdict, Lab
-from fivefold.labs.messages import ANSWER, FOLDER, LabMessage, busiest, read, sums, told, unwritten, wire_of
-from fivefold.labs.probes import differences
+from fivefold.labs.messages import ANSWER, BARRIER, FOLDER, LabMessage, busiest, read, sums, told, unwritten, wire_of
+from fivefold.labs.probes import ROUNDED, SMALL, differences
 from fivefold.render.blocks import Block, Result, Table, Text, mark
 from fivefold.support.ranges import seconds
 from fivefold.support.text import plural
@@ -143,7 +145,8 @@ def _of_case(lab: Lab, case: Case, folder: Path, timeout: float, before: Callabl
 def _of_a_part(outcome: Outcome, before: Sequence[Outcome]) -> Outcome:
     """Says so where nothing but the group is new."""
     layout = outcome.proof.layout
-    if outcome.passed or GROUPS not in layout or not all(one.passed for one in before) or not before:
+    told_already = any(GROUP_ADVICE in problem for problem in outcome.problems)
+    if outcome.passed or told_already or GROUPS not in layout or not all(one.passed for one in before):
         return outcome
     here = " and ".join(f"[{', '.join(map(str, group))}]" for group in groups_of(layout, outcome.proof.world))
     new = f"what is new in this layout is `group`, which had all ranks before: here there are two, {here}"
@@ -155,13 +158,13 @@ def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
     messages = read(folder, layout_text(proof.layout), proof.world)
     sent = busiest(messages)
     # What differs first on the way forward says more than the gradients that follow from it.
-    on_the_way = [_hinted(lab, text) for text in differences(folder, proof.layout, proof.world, case.probes)]
+    on_the_way = [_hinted(lab, case, text) for text in differences(folder, proof.layout, proof.world, case.probes)]
     if odd := strangers(proof.layout, messages):
         problems = [odd]
     elif proof.broken:
-        problems = [_hinted(lab, ended(proof, lab.file, messages)), *on_the_way]
+        problems = [_hinted(lab, case, ended(proof, lab.file, messages)), *on_the_way]
     elif not proof.passed:
-        problems = on_the_way or _causes(lab, proof)
+        problems = on_the_way or _causes(lab, case, proof)
     elif lost := unwritten(messages):
         problems = [lost]
     else:
@@ -173,23 +176,34 @@ def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
     return Outcome(case, proof, tuple(problems), sent)
 
 
-def _causes(lab: Lab, proof: LayoutProof) -> list[str]:
+def _causes(lab: Lab, case: Case, proof: LayoutProof) -> list[str]:
     """Why gradients differ, in the words of the lab, or in general ones."""
-    causes = [_hinted(lab, cause.text, cause.likely) for cause in proof.causes if not cause.text.startswith(_VAGUE)]
-    return causes[:_SHOWN] or [_hinted(lab, str(deviation)) for deviation in proof.failed[:_SHOWN]]
+    if case.diagnose and (text := case.diagnose(proof.failed)):
+        return [_hinted(lab, case, text)]
+    if (worst := max(one.error for one in proof.failed)) <= SMALL:
+        names = listed([one.name or one.quantity for one in proof.failed])
+        return [f"the {proof.failed[0].quantity} of {names} is off by {worst:.1e} of its largest element: {ROUNDED}"]
+    causes = [
+        _hinted(lab, case, cause.text, cause.likely) for cause in proof.causes if not cause.text.startswith(_VAGUE)
+    ]
+    return causes[:_SHOWN] or [_hinted(lab, case, str(deviation)) for deviation in proof.failed[:_SHOWN]]
 
 
 _VAGUE = ("before they are reduced", "forward:")  # of verify, where the frameworks' own modules are looked into
 
 
-def _hinted(lab: Lab, text: str, likely: str = "") -> str:
+def _hinted(lab: Lab, case: Case, text: str, likely: str = "") -> str:
     """A finding with what it means in this lab."""
-    hint = next((hint.sentence for hint in lab.hints if all(word in text for word in hint.words)), likely)
+    likely = "" if likely == OTHER_TOKENS else likely  # of whole models; a lab that has it in mind says it itself
+    hints = (*case.hints, *lab.hints)
+    hint = next((hint.sentence for hint in hints if all(word in text for word in hint.words)), likely)
     return f"{text}: {hint}" if hint else text
 
 
 def _too_much(sent: Sequence[LabMessage], needed: Sequence[LabMessage] | None) -> list[str]:
     """Right, and dearer than it has to be."""
+    if barriers := [one for one in sent if one.kind == BARRIER]:
+        return [f"the numbers are right, but a rank calls {told(barriers)}: all wait there, and no message needs it"]
     if needed is None:
         return []
     own, least = wire_of(sent), wire_of(needed)

@@ -15,6 +15,14 @@ from fivefold.labs.groups import groups_of
 
 Values = NDArray[np.float64]
 _FITS = 1e-9
+# Bits of a number's fraction, and the largest error of a rounding.
+_DTYPES = (("bfloat16", 7, 2.0**-8), ("float16", 10, 2.0**-11), ("float32", 23, 2.0**-24))
+SMALL = 64 * 2.0**-24  # what some operations in float32 make
+_COARSE = 2.0 * 2.0**-8  # and in bfloat16
+ROUNDED = (
+    "an error this small comes from rounding to float32, and not from a wrong formula; compute in float64, without a "
+    "cast on the way"
+)
 ALONE = "one process"
 
 
@@ -82,9 +90,26 @@ def _difference(truth: Values, by_rank: Mapping[int, Values], layout: Layout) ->
             return text + where
     if truth.ndim > 1 and _columns(own) == _columns(truth):
         return f"has the right features in another order{where}"
-    places = np.argwhere(np.abs(own - truth) > _FITS * (float(np.abs(truth).max(initial=0.0)) or 1.0))
+    error = np.abs(own - truth) / (float(np.abs(truth).max(initial=0.0)) or 1.0)
+    places = np.argwhere(error > _FITS)
     first = ", ".join(map(str, places[0]))
-    return f"differs{where} in {len(places):,} of {truth.size:,} elements, first at [{first}]"
+    which = f"in {len(places):,} of {truth.size:,} elements, first at [{first}]"
+    if narrower := _narrower(own, float(error.max())):
+        return f"is off by {error.max():.1e} of its largest element{where}, {which}: {narrower}"
+    size = f"{error.max():.2g} of its largest element"
+    coarse = " (rounding to bfloat16 makes as much)" if error.max() <= _COARSE and len(places) > truth.size / 2 else ""
+    return f"differs{where} {which}, by up to {size}{coarse}"
+
+
+def _narrower(own: Values, error: float) -> str:
+    """Whether a difference is what rounding to a narrower dtype makes, and no mistake of the formula."""
+    for name, bits, rounding in _DTYPES:
+        cut = np.ascontiguousarray(own).view(np.int64) & ((1 << (52 - bits)) - 1)
+        if own.size and not cut.any() and error <= 64 * rounding:  # each value is one of that dtype
+            return f"these are numbers of {name}; compute in float64, without a cast on the way"
+    if error <= SMALL:
+        return ROUNDED
+    return ""
 
 
 def _scaled(truth: Values, ranks: Sequence[Values], own: Values, layout: Layout) -> str:

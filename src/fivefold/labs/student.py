@@ -6,6 +6,7 @@ The checks of the labs (`linear/check.py` and its like) are adapters of `fivefol
 import errno
 import json
 import os
+import re
 import resource
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,13 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.foreign.adapter import AdapterFile, Layout, import_adapter, product
+from fivefold.foreign.adapter import AdapterFile, import_adapter, product
 from fivefold.labs.groups import GROUPS, groups_of
 from fivefold.labs.messages import ANSWER, BARRIER, FOLDER, LabMessage
 from fivefold.labs.probes import ALONE, file_of
 from fivefold.parallel.traffic_counter import SPACES, bytes_of, group_of, kind_of, name_of, named_args
 from fivefold.support.errors import UserError
 
+_ADDRESS = re.compile(r" <\S+ object at 0x\w+>")  # of the group that an error names
 _LARGEST = 64 << 20  # bytes of a file that a rank writes: what it prints goes into one, too
 
 
@@ -71,7 +73,8 @@ def own_errors(file: Path | None = None) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno == errno.EFBIG:
             much = f"{_where(error, file)} writes or prints more than {_LARGEST >> 20} MB, the limit of a lab"
             raise UserError(much, "lab.output") from error
-        raise UserError(f"{_where(error, file)} raised {type(error).__name__}: {error}", "lab.raised") from error
+        text = _ADDRESS.sub("", f"{error}")
+        raise UserError(f"{_where(error, file)} raised {type(error).__name__}: {text}", "lab.raised") from error
 
 
 def _where(error: BaseException, file: Path) -> str:
@@ -85,13 +88,13 @@ def _where(error: BaseException, file: Path) -> str:
 class Grouped:
     """A check that gives the answer a group: all ranks, or a part of them (`groups.py`)."""
 
-    layout: Layout
+    layout: dict[str, Any]
     group: Any
 
-    def world(self, layout: Layout) -> int:
+    def world(self, layout: dict[str, Any]) -> int:
         return product(layout) * int(layout.get("ep", 1)) * int(layout.get(GROUPS, 1))
 
-    def join(self, layout: Layout) -> None:
+    def join(self, layout: dict[str, Any]) -> None:
         self.layout, self.group = layout, _own_group(int(layout.get(GROUPS, 1)))
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
 
@@ -180,7 +183,7 @@ def _message(func: Any, given: Mapping[str, Any]) -> LabMessage | None:
         return None
     group = group_of(dict(given))
     ranks = sorted(dist.get_process_group_ranks(group))
-    payload = max(bytes_of(side) for side in given.values())
+    payload = 0 if kind == BARRIER else max(bytes_of(side) for side in given.values())
     if kind == "all-gather" and func.namespace != "c10d":  # whose result is not among the arguments
         payload *= len(ranks)
     peer = given.get("src", given.get("dst"))

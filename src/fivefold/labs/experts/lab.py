@@ -45,6 +45,7 @@ LAB = Lab(
         ),
         Hint(("router", "no one factor"), "the router learns by the weights: they must not be detached"),
         Hint(("router", "zero or missing"), "the router learns by the weights: they must not be detached"),
+        Hint(("down", "missing SUM"), "every expert is on one rank: keep this rank's alone"),
         Hint(("up", "missing SUM"), "every expert is on one rank: keep this rank's alone"),
         Hint(("up", "missing"), "an expert has the tokens of all ranks: backward of an exchange is the one back"),
         Hint(("exactly x",), "an expert has the tokens of all ranks: its gradient is whole, and not to be reduced"),

@@ -47,6 +47,14 @@ LAB = Lab(
             "has to sum them over tp in backward",
         ),
         Hint(
+            ("(first.", "missing SUM"),
+            "whole on every rank, of which each uses a part: keep this rank's part alone, as the parameter",
+        ),
+        Hint(
+            ("(second.weight", "missing SUM"),
+            "whole on every rank, of which each uses a part: keep this rank's part alone, as the parameter",
+        ),
+        Hint(
             ("exactly x", "= tp"),
             "the gradient of a sum is a copy: the backward pass of the row-parallel layer's all-reduce sends nothing",
         ),

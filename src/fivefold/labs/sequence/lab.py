@@ -36,6 +36,8 @@ LAB = Lab(
         Hint((OUTPUT, "= tp x"), "summands are added twice, or are whole: up and down are to be sharded"),
         Hint((OUTPUT, "= 1/tp x"), "a sum is wanted, and not the mean"),
         Hint((OUTPUT, "by a bias"), "a bias that every rank adds before the sum is there tp times"),
+        *(Hint((name, "missing SUM"), "whole on every rank, of which each uses a part: keep this rank's part alone")
+          for name in ("norm.up", "norm.down")),
         Hint(("norm", "missing SUM"), "the norm's weights are on every rank, and each sees other tokens: sum their "
                                       "gradients over tp"),
         Hint(("x", "exactly x", "= 1/tp"), "a gradient is to be summed, and not averaged"),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from fivefold.foreign.compare import Deviation
 from fivefold.labs.lab import F64, Case, Hint, Lab, along
 from fivefold.labs.messages import LabMessage
 
@@ -57,16 +58,47 @@ def freed(ranks: Sequence[Sequence[LabMessage]]) -> str:
     return ""
 
 
+_REMAINDER = (
+    "sizes do not divide by the ranks, so shards differ by one: what is sent is padded to equal parts, and afterwards "
+    "the padding is left out, and no element"
+)
+
+
+def last_elements(failed: Sequence[Deviation]) -> str:
+    """Whether an update leaves out what remains of a division."""
+    [size] = sizes_of(STAGE_1)[-1:]
+    first_step = [one for one in failed if one.step == 1]
+    if [(one.quantity, one.name) for one in first_step] != [("parameter", "second.weight")]:
+        return ""
+    first, _, last = first_step[0].elements.partition(" to ")
+    if not first.isdigit() or int(last) != size - 1 or size - int(first) > 3:
+        return ""
+    count = size - int(first)
+    which = f"the last element{'s' if count > 1 else ''}, {first} to {last} of second.weight,"
+    return f"gradients are right, and {which} {'are' if count > 1 else 'is'} not updated right"
+
+
 LAB = Lab(
     "zero",
     "ZeRO 1 and 3",
     "who keeps which part of state and weights, and what that costs in messages",
     (
-        Case("stage1", ("dp=2", "dp=4", "dp=2,groups=2"), "ZeRO 1: 63 elements", of_stage_1, judge=sharded_state),
+        Case(
+            "stage1",
+            ("dp=2", "dp=4", "dp=2,groups=2"),
+            "ZeRO 1: 63 elements",
+            of_stage_1,
+            judge=sharded_state,
+            diagnose=last_elements,
+        ),
         Case("stage3", ("dp=2", "dp=4", "dp=2,groups=2"), "ZeRO 3: 45 and 27 elements", of_stage_3, {LAYER: 0}, freed),
     ),
     (
         Hint((LAYER,), "the shards of the weight are joined in the order of ranks, without what padded them"),
+        Hint(("raised RuntimeError", "size"), _REMAINDER),
+        Hint(("raised RuntimeError", "shape"), _REMAINDER),
+        Hint(("held by no rank",), _REMAINDER),
+        Hint(("the last element",), _REMAINDER),
         Hint(("gradients", "exactly x", "= dp"), "a mean over ranks is wanted, and this is the sum"),
         Hint(("gradients", "exactly x", "= 1/dp"), "the mean is taken twice"),
         Hint(("missing MEAN",), "gradients are never reduced"),
