@@ -20,11 +20,23 @@ from fivefold.foreign.layout_proof import LayoutProof
 from fivefold.foreign.measurement import Settings
 from fivefold.foreign.verify import AdapterProof
 from fivefold.labs.catalogue import lab_in, other_statement
-from fivefold.labs.ends import FINAL, ended
+from fivefold.labs.ends import FINAL, broken_proof, ended
 from fivefold.labs.groups import ADVICE as GROUP_ADVICE
 from fivefold.labs.groups import GROUPS, groups_of, inside, strangers
 from fivefold.labs.lab import Case, FileVerdict, Lab
-from fivefold.labs.messages import ANSWER, BARRIER, FOLDER, LabMessage, busiest, read, sums, told, unwritten, wire_of
+from fivefold.labs.messages import (
+    ANSWER,
+    BARRIER,
+    FOLDER,
+    PROGRESS,
+    LabMessage,
+    busiest,
+    read,
+    sums,
+    told,
+    unwritten,
+    wire_of,
+)
 from fivefold.labs.probes import ROUNDED, SMALL, differences
 from fivefold.render.blocks import Block, Result, Table, Text, mark
 from fivefold.support.ranges import seconds
@@ -120,9 +132,9 @@ def check_lab(
         for case in lab.cases:
             folder = Path(home) / case.model
             folder.mkdir()
-            with answered_by(file, folder):
+            with answered_by(file, folder) as at:
                 for outcome in _of_case(
-                    lab, case, folder, timeout, lambda what: progress(len(outcomes), lab.layouts, what)
+                    lab, case, folder, at, timeout, lambda what: progress(len(outcomes), lab.layouts, what)
                 ):
                     outcomes.append(_of_a_part(outcome, outcomes))
                     if outcome.final or (first and not outcome.passed):
@@ -130,7 +142,9 @@ def check_lab(
     return LabCheck(lab, tuple(outcomes), remarks)
 
 
-def _of_case(lab: Lab, case: Case, folder: Path, timeout: float, before: Callable[[str], None]) -> Iterator[Outcome]:
+def _of_case(
+    lab: Lab, case: Case, folder: Path, at: Path, timeout: float, before: Callable[[str], None]
+) -> Iterator[Outcome]:  # fmt: skip
     """Each layout of a case, against one process that is run once."""
     place = AdapterFile(lab.home / "check.py", case.model)
     before("one process")
@@ -139,7 +153,7 @@ def _of_case(lab: Lab, case: Case, folder: Path, timeout: float, before: Callabl
     proof.refer()
     for layout, world, known in described.cases:
         before(layout_text(layout))
-        yield _outcome(lab, case, proof.prove(layout, world, known), folder)
+        yield _outcome(lab, case, proof.prove(layout, world, known), folder, at)
 
 
 def _of_a_part(outcome: Outcome, before: Sequence[Outcome]) -> Outcome:
@@ -153,7 +167,7 @@ def _of_a_part(outcome: Outcome, before: Sequence[Outcome]) -> Outcome:
     return replace(outcome, problems=(*outcome.problems, f"{new}; {GROUP_ADVICE}"))
 
 
-def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
+def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path, at: Path) -> Outcome:
     layout = {key: int(value) for key, value in proof.layout.items()}
     messages = read(folder, layout_text(proof.layout), proof.world)
     sent = busiest(messages)
@@ -162,7 +176,7 @@ def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
     if odd := strangers(proof.layout, messages):
         problems = [odd]
     elif proof.broken:
-        problems = [_hinted(lab, case, ended(proof, lab.file, messages)), *on_the_way]
+        problems = [_hinted(lab, case, ended(broken_proof(proof), lab.file, at, messages)), *on_the_way]
     elif not proof.passed:
         problems = on_the_way or _causes(lab, case, proof)
     elif lost := unwritten(messages):
@@ -216,16 +230,18 @@ def _too_much(sent: Sequence[LabMessage], needed: Sequence[LabMessage] | None) -
 
 
 @contextmanager
-def answered_by(file: Path, folder: Path | None = None) -> Iterator[None]:
-    """Ranks that start in here import this answer, and write what they send into the folder."""
-    values = {ANSWER: str(file.resolve()), **({FOLDER: str(folder)} if folder else {})}
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def answered_by(file: Path, folder: Path | None = None) -> Iterator[Path]:
+    """Ranks that start in here import this answer, and write what they send into the folder. Gives the directory in
+    which each says what it is at."""
+    with tempfile.TemporaryDirectory(prefix="fivefold-lab-", ignore_cleanup_errors=True) as at:
+        values = {ANSWER: str(file.resolve()), PROGRESS: at, **({FOLDER: str(folder)} if folder else {})}
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield Path(at)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

@@ -11,6 +11,8 @@ from fivefold.support.text import plural
 
 ANSWER = "FIVEFOLD_LAB_FILE"  # in the environment of ranks: the student's file
 FOLDER = "FIVEFOLD_LAB_MESSAGES"  # and where each of them writes its messages
+PROGRESS = "FIVEFOLD_LAB_PROGRESS"  # and where each of them writes what it is at:
+IMPORTS, BUILDS, STEPS = "imports", "builds", "steps"
 DIRECT = ("send", "receive")
 BARRIER = "barrier"
 # The end; all gradients are there; elements of an optimizer's state, as payload; a stage's forward and its backward; a

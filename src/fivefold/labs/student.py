@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.foreign.adapter import AdapterFile, import_adapter, product
 from fivefold.labs.groups import GROUPS, groups_of
-from fivefold.labs.messages import ANSWER, BARRIER, FOLDER, LabMessage
+from fivefold.labs.messages import ANSWER, BARRIER, BUILDS, FOLDER, IMPORTS, PROGRESS, STEPS, LabMessage
 from fivefold.labs.probes import ALONE, file_of
 from fivefold.parallel.traffic_counter import SPACES, bytes_of, group_of, kind_of, name_of, named_args
 from fivefold.support.errors import UserError
@@ -36,14 +36,23 @@ _LARGEST = 64 << 20  # bytes of a file that a rank writes: what it prints goes i
 def answer() -> Any:
     """The student's module. Only ranks import it."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST, _LARGEST))
+    file = _places()[0]
+    _note(IMPORTS)
     with own_errors():
-        return import_adapter(AdapterFile(_places()[0]))
+        found = import_adapter(AdapterFile(file))
+    _note(BUILDS)
+    return found
 
 
 @cache
-def _places() -> tuple[Path, str]:
-    """The student's file, and where messages go, as they were before the answer was imported."""
-    return Path(os.environ[ANSWER]), os.environ.get(FOLDER, "")
+def _places() -> tuple[Path, str, Path]:
+    """The student's file, where messages go, and what this rank is at, as they were before the answer was imported."""
+    return Path(os.environ[ANSWER]), os.environ.get(FOLDER, ""), Path(os.environ[PROGRESS]) / os.environ["RANK"]
+
+
+def _note(stage: str) -> None:
+    """What this rank is at, should the answer end it."""
+    _places()[2].write_text(stage)
 
 
 def called(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -239,6 +248,8 @@ class _MarkedWork:
 def recorded(layout: Mapping[str, Any], again: bool = False) -> Iterator[None]:
     """Messages of a step go to FOLDER, into a file of this layout and rank; only those of the last step are left.
     `again`: they are added to those of the same step."""
+    if layout:
+        _note(STEPS)
     if TIMERS:
         with TIMERS[-1](), own_errors():
             yield
