@@ -41,6 +41,15 @@ LINEAR = rows_of(
      ["rank 0 waits in an all-reduce", "rank 1 is through after 1"]),
     ("one message too many", [("        return Reduce.apply(", "        dist.all_reduce(x.detach().clone())\n        return Reduce.apply(")],
      ["the numbers are right, but a rank sends 3 all-reduces"]),
+    ("a barrier", [(_SUM, "        dist.barrier(group)\n" + _SUM)], ["the numbers are right, but a rank calls 1 barrier"]),
+    ("the ranks of the job for those of the group", [("        n, r = dist.get_world_size(group), dist.get_rank(group)", "        n, r = dist.get_world_size(), dist.get_rank()")] * 2,
+     ["what is new in this layout is `group`", "[0, 2] and [1, 3]", "also get_rank and get_world_size"]),
+    ("a sum over the whole job", [(_SUM, _SUM.replace(", group=group", ""))],
+     ["rank 0 calls an all-reduce of ranks 0, 1, 2, 3, and its `group` is ranks 0, 2: give every call `group`"]),
+    ("a whole weight of which a part is used", [("nn.Parameter(weight.chunk(n)[r].clone())", "nn.Parameter(weight.clone())"), ("self.group), self.weight, self.bias)", "self.group), self.weight.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)], self.bias)")],
+     ["(first.weight)", "keep this rank's part alone"]),
+    ("rounded to float32", [("self.group) + self.bias", "self.group).float().double() + self.bias")], ["of its largest element", "comes from rounding to float32"]),
+    ("a gradient rounded to float32", [("        g = g.clone()\n", "        g = g.float().double()\n")], ["the gradient of x is off by", "comes from rounding to float32"]),
 )  # fmt: skip
 _COPY = "        gradient = gradient.contiguous().clone()\n        dist.all_reduce(gradient, group=ctx.group)\n"
 ATTENTION = rows_of(
@@ -56,7 +65,13 @@ ATTENTION = rows_of(
      ["what the heads give", "which kv head each query head uses"]),
     ("no causal mask", [("scores.masked_fill(~seen, float(\"-inf\")).softmax(-1)", "scores.softmax(-1)")],
      ["what the heads give", "look at the mask"]),
-    ("no scale", [(" * self.d**-0.5", "")], ["what the heads give", "at the scale"]),
+    ("no scale", [(" * self.d**-0.5", "")], ["what the heads give", "of its largest element: look at the mask", "at the scale"]),
+    ("scores in float32", [("scores = (q @", "scores = (q.float() @"), ("k.transpose(-1, -2)) *", "k.float().transpose(-1, -2)).double() *")], ["what the heads give is off by", "comes from rounding to float32"]),
+    ("an output in bfloat16", [("F.linear(mixed, self.o), self.group)", "F.linear(mixed, self.o), self.group).bfloat16().double()")], ["these are numbers of bfloat16"]),
+    ("weights of attention in bfloat16", [(".softmax(-1) @ v", ".softmax(-1).bfloat16().double() @ v")], ["rounding to bfloat16 makes as much"]),
+    ("the rank of the job", [("dist.get_rank(group)", "dist.get_rank()")], ["what is new in this layout is `group`"]),
+    ("a whole q of which a part is used", [("        self.q, self.o = nn.Parameter(q[rows].clone())", "        self.rows = rows\n        self.q, self.o = nn.Parameter(q.clone())"), ("for weight in (self.q, k, v)", "for weight in (self.q[self.rows], k, v)")],
+     ["1 of 5 gradients (attention.q)", "keep the part of this rank's heads alone"]),
     ("the gradient of a sum is summed", [("    def backward(ctx, gradient):\n        return gradient, None",
       "    def backward(ctx, gradient):\n        gradient = gradient.clone()\n        dist.all_reduce(gradient)\n        return gradient, None")], ["exactly x 2 = tp"]),
     ("o by rows", [("o[:, rows]", "o[rows]")], ["(attention.py, line"]),
@@ -75,6 +90,7 @@ ATTENTION = rows_of(
 )  # fmt: skip
 SEQUENCE = rows_of(
     "sequence",
+    ("an all-gather over the whole job", [("dist.all_gather(parts, x.contiguous(), group=group)", "dist.all_gather([torch.empty_like(x) for _ in range(dist.get_world_size())], x.contiguous()); dist.all_gather(parts, x.contiguous(), group=group)")], ["rank 0 calls an all-gather of ranks 0, 1, 2, 3"]),
     ("tokens joined in dimension 0", [("return torch.cat(parts, dim=1)", "return torch.cat(parts, dim=0)")],
      ["what is gathered has the shape", "along dimension 1"]),
     ("norms that nobody sums", [("        weight, bias = (Replicated.apply(one, self.group) for one in (self.weight, self.bias))\n",
@@ -98,6 +114,8 @@ SEQUENCE = rows_of(
 )  # fmt: skip
 DATA_PARALLEL = rows_of(
     "data_parallel",
+    ("a mean over the whole job", [("dist.all_reduce(flat, group=self.group,", "dist.all_reduce(flat,")], ["rank 0 calls an all-reduce of ranks 0, 1, 2, 3"]),
+    ("weights of rank 0 of the job", [("group_src=0", "src=0")], ["raised ValueError: Global rank 0 is not part of group", "`group_dst` and `group_src` those in the group"]),
     ("a sum", [("            flat /= dist.get_world_size(self.group)\n", "")], ["exactly x 2 = dp", "a mean over ranks is wanted"]),
     ("a mean twice", [("            flat /= dist.get_world_size(self.group)\n",
                        "            flat /= dist.get_world_size(self.group) ** 2\n")], ["exactly x 0.5 = 1/dp", "taken twice"]),
@@ -120,8 +138,16 @@ DATA_PARALLEL = rows_of(
     ("buckets that are sent before they are full", [(">= self.bucket_bytes", ">= self.bucket_bytes // 8")], ["5 all-reduces with 1,704 bytes where 2 all-reduces with 1,704 bytes are enough"]),
     ("a broadcast of copies", [("            dist.broadcast(parameter.data, group_src=0, group=group)\n", "            dist.broadcast(parameter.data.clone(), group_src=0, group=group)\n")], ["the last layer's bias at the start differs on rank 1", "broadcast them"]),
 )  # fmt: skip
+_WHOLE_PARTS = "len(flat) // dist.get_world_size(group) * dist.get_world_size(group)"
 ZERO = rows_of(
     "zero",
+    ("what remains of the division is never updated", [
+        ("torch.tensor_split(flat, dist.get_world_size(group))[dist.get_rank(group)]", f"flat[: {_WHOLE_PARTS}].chunk(dist.get_world_size(group))[dist.get_rank(group)]"),
+        ("self.shard.grad = mean_of_shard(torch.cat([one.grad.reshape(-1) for one in self.parameters]), self.group)", "n = self.size // dist.get_world_size(self.group) * dist.get_world_size(self.group)\n        self.shard.grad = mean_of_shard(torch.cat([one.grad.reshape(-1) for one in self.parameters])[:n], self.group)"),
+        ("whole = gathered(self.shard.detach(), self.size, self.group)", "whole = torch.cat([one.detach().reshape(-1) for one in self.parameters])\n        whole[:n] = gathered(self.shard.detach(), n, self.group)")],
+     ["the last element, 17 of second.weight, is not updated", "sizes do not divide by the ranks"]),
+    ("gradients without what remains of the division", [("    ranks = dist.get_world_size(group)\n    most = -(-len(flat) // ranks)", "    ranks = dist.get_world_size(group)\n    flat = flat[: len(flat) // ranks * ranks]\n    most = -(-len(flat) // ranks)")], ["step (zero.py, line", "sizes do not divide by the ranks"]),
+    ("a reduction over the whole job", [("dist.reduce_scatter(own, parts, group=group)", "dist.reduce_scatter(own, parts)")], ["rank 0 calls a reduce-scatter of ranks 0, 1, 2, 3"]),
     ("a sum", [("    return own[: end - first] / ranks", "    return own[: end - first]")], ["parameters move x 2", "the gradient of a shard is the mean over ranks"]),
     ("the whole state on every rank", [("self.optimizer = torch.optim.SGD([self.shard], lr=lr, momentum=momentum)",
       "self.optimizer = torch.optim.SGD([self.shard], lr=lr, momentum=momentum)\n        self.optimizer.state[parameters[0]] = {'m': flat.clone()}")],
@@ -144,6 +170,7 @@ ZERO = rows_of(
 )  # fmt: skip
 PIPELINE = rows_of(
     "pipeline",
+    ("ranks of the job for those of the group", [("group_dst=peer", "dst=peer"), ("group_src=peer", "src=peer")], ["`group_dst` and `group_src` those in the group"]),
     ("losses that are not divided", [("(output / microbatches).backward()", "output.backward()")], ["exactly x 3 = m", "each counts 1/m"]),
     ("divided twice", [("(output / microbatches).backward()", "(output / microbatches**2).backward()")], ["exactly x 0.33333333 = 1/m", "divided twice by their number"]),
     ("a send that waits", [("        sent.append((tensor, dist.isend(tensor, group_dst=peer, group=group)))", "        dist.send(tensor, group_dst=peer, group=group)")],
@@ -160,6 +187,7 @@ PIPELINE = rows_of(
 )  # fmt: skip
 RING = rows_of(
     "ring",
+    ("a ring of the whole job's numbers", [("group_dst=(rank + 1) % ranks, group=group", "dst=(rank + 1) % ranks"), ("group_src=(rank - 1) % ranks, group=group", "src=(rank - 1) % ranks")], ["rank 0 sends to rank 1, and its `group` is ranks 0, 2"]),
     ("no log-sum-exp", [("output = output * (lse - merged).exp().unsqueeze(-1) + (scores - merged.unsqueeze(-1)).exp() @ block[1]",
                          "output = output + scores.softmax(-1) @ block[1]")], ["the output differs", "merge blocks by log-sum-exp"]),
     ("a block's own softmax", [("(scores - merged.unsqueeze(-1)).exp() @", "(scores - own.unsqueeze(-1)).exp() @")], ["the output differs", "log-sum-exp"]),
@@ -179,6 +207,8 @@ RING = rows_of(
 )  # fmt: skip
 EXPERTS = rows_of(
     "experts",
+    ("an exchange over the whole job", [("dist.all_to_all_single(theirs, counts, group=self.group)", "dist.all_to_all_single(theirs, counts)")], ["rank 0 calls an all-to-all of ranks 0, 1, 2, 3"]),
+    ("a barrier", [("        dist.all_to_all_single(found, x", "        dist.barrier(group)\n        dist.all_to_all_single(found, x")], ["the numbers are right, but a rank calls 2 barriers"]),
     ("results in another order", [("index_add(0, token, back", "index_add(0, token.sort()[0], back")], ["the output differs", "undo the sort"]),
     ("no weights", [("back * weights[order].unsqueeze(-1)", "back")], ["the output differs", "the softmax over the chosen scores"]),
     ("softmax over all", [("        weights = scores.softmax(-1).reshape(-1)", "        weights = (x @ self.router.T).softmax(-1).gather(1, chosen).reshape(-1)")], ["the output differs", "the softmax over the chosen scores"]),

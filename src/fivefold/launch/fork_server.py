@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 
 from fivefold.launch.exits import INTERRUPTED
 
@@ -18,6 +18,7 @@ _LAUNCHER = "FIVEFOLD_FORK_SERVER_OF"  # in the environment: who starts a server
 def start(preload: list[str]) -> None:
     """Start the server, unless it runs. Its ranks have these modules."""
     forkserver.set_forkserver_preload([__name__, *preload])
+    resource_tracker.ensure_running()  # which the server starts else, and which lets go of Ctrl-C
     with _held_back():
         forkserver.ensure_running()
 

@@ -74,8 +74,8 @@ def last_elements(failed: Sequence[Deviation]) -> str:
     if not first.isdigit() or int(last) != size - 1 or size - int(first) > 3:
         return ""
     count = size - int(first)
-    which = f"the last element{'s' if count > 1 else ''}, {first} to {last} of second.weight,"
-    return f"gradients are right, and {which} {'are' if count > 1 else 'is'} not updated right"
+    which = f"the last {count} elements, {first} to {last}" if count > 1 else f"the last element, {first}"
+    return f"gradients are right, and {which} of second.weight, {'are' if count > 1 else 'is'} not updated"
 
 
 LAB = Lab(
@@ -98,7 +98,7 @@ LAB = Lab(
         Hint(("raised RuntimeError", "size"), _REMAINDER),
         Hint(("raised RuntimeError", "shape"), _REMAINDER),
         Hint(("held by no rank",), _REMAINDER),
-        Hint(("the last element",), _REMAINDER),
+        Hint(("the last", "not updated"), _REMAINDER),
         Hint(("gradients", "exactly x", "= dp"), "a mean over ranks is wanted, and this is the sum"),
         Hint(("gradients", "exactly x", "= 1/dp"), "the mean is taken twice"),
         Hint(("missing MEAN",), "gradients are never reduced"),
