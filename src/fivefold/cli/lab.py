@@ -71,10 +71,10 @@ def check(
     """Run an answer on real ranks, hold it against one process, and count what it sends.
 
     Outputs, gradients and messages are compared in several layouts with awkward
-    sizes; that takes 5 to 15 seconds on two cores with nothing else to do, and longer
-    where other work runs: --timeout limits each layout, and not the whole check. The
-    command ends with 0 if all are right and with 1 otherwise; it ends at the first
-    layout that hangs, exits or is not written. It runs your code with your rights: it is no sandbox.
+    sizes: 10 to 20 seconds on two cores, and longer where other work runs. --timeout
+    limits each layout, and not the whole check. The command ends with 0 if all are
+    right and with 1 otherwise, and at the first layout that hangs, exits or is not
+    written. It runs your code with your rights: it is no sandbox.
 
     [dim]Examples:[/]
 

@@ -42,7 +42,7 @@ from fivefold.render.blocks import Block, Result, Table, Text, mark
 from fivefold.support.ranges import seconds
 from fivefold.support.text import plural
 
-TIMEOUT = 30.0  # seconds of one layout: a check has a dozen, and a minute
+TIMEOUT = 30.0  # seconds of one layout, of which a check has up to eight; each takes about one
 _SHOWN = 3  # differences that are told of a layout
 
 
