@@ -24,7 +24,8 @@ def groups_of(layout: Mapping[str, Any], world: int) -> list[tuple[int, ...]]:
 
 def strangers(layout: Mapping[str, Any], ranks: Sequence[Sequence[LabMessage]]) -> str:
     """A message to a rank that is not in the group; empty if there is none."""
-    for group in groups_of(layout, len(ranks)):
+    groups = groups_of(layout, len(ranks))
+    for group in groups if len(groups) > 1 else ():
         for rank in group:
             for message in ranks[rank]:
                 if text := _strange(message, group):

@@ -31,6 +31,14 @@ _WHOLE = (
         "whole on every rank, of which each uses a part: keep the part of this rank's heads alone, as the parameter",
     ),
 )
+_FEWER = tuple(
+    Hint(
+        words,
+        "ranks are more than kv heads here, so that a k or v cut into as many parts has less than a head: keep the "
+        "whole kv head that this rank's query heads use",
+    )
+    for words in (("raised", "multiply up to the size"), ("raised", "is invalid for input of size"))
+)
 LAB = Lab(
     "attention",
     "Tensor-parallel attention",
@@ -46,8 +54,10 @@ LAB = Lab(
             {MIXED: -1, SUMMED: None},
             hints=_WHOLE,
         ),
-        Case("paired", ("tp=4",), "kv heads that two ranks share", needs(2), {MIXED: -1, SUMMED: None}),
-        Case("shared", ("tp=2", "tp=4"), "kv heads that ranks share", needs(1), {MIXED: -1, SUMMED: None}),
+        Case("paired", ("tp=4",), "kv heads that two ranks share", needs(2), {MIXED: -1, SUMMED: None}, hints=_FEWER),
+        Case(
+            "shared", ("tp=2", "tp=4"), "kv heads that ranks share", needs(1), {MIXED: -1, SUMMED: None}, hints=_FEWER
+        ),
     ),
     (
         Hint((SUMMED, "nobody adds"), "o has the features of this rank's heads: its products are to be summed over tp"),
