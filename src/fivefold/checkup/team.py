@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from fivefold.checkup.command import CommandEnd, fivefold_command, run_command
-from fivefold.checkup.tasks import Base, Task, check_task, task_env, task_words
+from fivefold.checkup.tasks import Task, TypedJob, check_task, task_env, task_words
 from fivefold.launch.handshake import claim, meet
 from fivefold.launch.world import LOCAL_SIZE_ENV, RESTARTS_ENV, RUN_ID_ENV, World
 from fivefold.support.errors import PeerLost
@@ -40,7 +40,7 @@ _AGENT = {"TORCHELASTIC_USE_AGENT_STORE": None}  # torchrun's own store still ha
 class Team(Protocol):
     """The ranks of a checkup."""
 
-    base: Base
+    base: TypedJob
     size: int
     per_node: int
     launched: bool
@@ -57,7 +57,7 @@ class Here:
 
     launched = False
 
-    def __init__(self, base: Base, ranks: int):
+    def __init__(self, base: TypedJob, ranks: int):
         self.base, self.size, self.per_node = base, ranks, ranks
 
     def run(self, task: Task, limit: float) -> Ends:
@@ -75,7 +75,7 @@ class Launched:
 
     launched = True
 
-    def __init__(self, base: Base, world: World):
+    def __init__(self, base: TypedJob, world: World):
         self.base, self.world, self.size, self.per_node = base, world, world.size, world.local_size
         self.store = _meet(base, world)
         self.count = 0
@@ -107,7 +107,7 @@ class Launched:
             time.sleep(0.05)  # the store ends with this process
 
 
-def follow(base: Base, world: World) -> None:
+def follow(base: TypedJob, world: World) -> None:
     """What every rank but rank 0 does: run the tasks that rank 0 tells, until there are no more."""
     store, number = _meet(base, world), 0
     try:
@@ -129,11 +129,11 @@ def follow(base: Base, world: World) -> None:
         raise PeerLost(f"rank {world.rank} of the checkup has lost rank 0: {str(error).splitlines()[0]}") from None
 
 
-def _meet(base: Base, world: World) -> "Store":
+def _meet(base: TypedJob, world: World) -> "Store":
     return meet(world.meeting, world.rank, claim(base.job, "", world, PURPOSE), _MEETING_S)
 
 
-def _run_as(world: World, task: Task, base: Base, store: "Store", number: int) -> CommandEnd:
+def _run_as(world: World, task: Task, base: TypedJob, store: "Store", number: int) -> CommandEnd:
     """Run a task as a rank of the launcher's world, or by itself on this node."""
     over = f"over {number}"
     words = task_words(task, base, launched=True)
