@@ -27,8 +27,8 @@ def losses(words: list[str], name: str, rate: float) -> list[float]:
     """Of every step of a run."""
     import torch
 
-    from fivefold.job.config import read_job
     from fivefold.job.preflight import preflight
+    from fivefold.job.reading import read_job
     from fivefold.parallel.mesh import Mesh
     from fivefold.trainer.loop import Trainer
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import fivefold as ff
-from fivefold.job.config import EXAMPLES_DIR as JOBS
-from fivefold.job.config import read_job
+from fivefold.job.reading import EXAMPLES_DIR as JOBS
+from fivefold.job.reading import read_job
 from tests.commands import executable, fivefold
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -7,8 +7,8 @@ from tools import recipes
 from tools.recipes import FOLDER, first_comment, planned, write
 
 from fivefold.hardware.cluster import Cluster
-from fivefold.job.config import RECIPES_DIR, read_job
 from fivefold.job.preflight import needs_data
+from fivefold.job.reading import RECIPES_DIR, read_job
 from fivefold.job.recipes import recipe
 
 FILES = sorted(FOLDER.glob("*.toml"))

@@ -169,8 +169,8 @@ def _steps(number: int, store: str, model: str, layout: str, found: Any) -> None
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
-    from fivefold.job.config import read_job
     from fivefold.job.preflight import preflight
+    from fivefold.job.reading import read_job
     from fivefold.parallel.mesh import Mesh
     from fivefold.trainer.loop import Trainer
 

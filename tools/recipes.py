@@ -16,7 +16,8 @@ from typing import Literal
 from msgspec import structs
 
 from fivefold.dry.run import dryrun
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
+from fivefold.job.reading import read_job
 from fivefold.job.toml_writer import comment
 from fivefold.planner.failure_costs import failures_of
 from fivefold.planner.goodput import GoodputRun

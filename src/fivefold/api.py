@@ -10,7 +10,7 @@ from fivefold.foreign.verify import check_certificate as check_certificate
 from fivefold.foreign.verify import verify_adapter as verify_adapter
 from fivefold.hardware.cluster import Cluster as Cluster
 from fivefold.job.config import Job as Job
-from fivefold.job.config import read_job as read_job
+from fivefold.job.reading import read_job as read_job
 from fivefold.layout.layout import Layout as Layout
 from fivefold.machines.doctor import doctor as doctor
 from fivefold.planner.goodput_result import goodput as goodput

@@ -3,7 +3,7 @@
 import pytest
 
 from fivefold.bench.floor import memory, products
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe", "tiny-deepseek", "qwen3-30b-a3b", "mixtral-8x7b"])

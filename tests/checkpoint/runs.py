@@ -13,8 +13,9 @@ import torch
 from fivefold.checkpoint.manifest import MANIFEST
 from fivefold.checkpoint.store import Store
 from fivefold.data.batch import Batch
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
 from fivefold.job.preflight import preflight
+from fivefold.job.reading import read_job
 from fivefold.parallel.collectives import digest, full_tensor
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh

@@ -8,7 +8,7 @@ import torch
 
 from fivefold.checkpoint.shards import Shard
 from fivefold.checkpoint.staging import PAGE_BYTES, Staging
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.parallel.mesh import Mesh
 from fivefold.support.errors import TrainingError
 from fivefold.trainer.engine import Engine

@@ -23,7 +23,8 @@ from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.shards import Shard
 from fivefold.checkpoint.storage import check_storage_is_writable, storage_of
 from fivefold.checkpoint.store import Store
-from fivefold.job.config import Job, to_toml
+from fivefold.job.config import Job
+from fivefold.job.toml_writer import to_toml
 from fivefold.launch.processes import RankError
 from fivefold.support.errors import UserError
 from fivefold.support.storage_place import Place, RemotePlace, place_of, remote_of

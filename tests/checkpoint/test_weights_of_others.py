@@ -21,8 +21,8 @@ from fivefold.checkpoint.hf import import_hf
 from fivefold.checkpoint.hf_extras import CARRIED_FILES
 from fivefold.cli import app
 from fivefold.data.prepare import prepare
-from fivefold.job.config import read_job
 from fivefold.job.fine_tuning import TULU_SOURCE, fine_tuning_job
+from fivefold.job.reading import read_job
 from fivefold.job.recipes import Choice
 from fivefold.spec.presets import preset
 from fivefold.support.errors import Note, UserError

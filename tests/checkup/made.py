@@ -13,7 +13,7 @@ from fivefold.checkup.tasks import CALIBRATED, LOST_STEPS, Task, TypedJob
 from fivefold.checkup.team import Ends
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import Cluster, Group
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.machines.result import speeds_to_toml
 
 CPU = Devices("cpu", "a CPU", 2, 16 << 30, {"torch": "2.13.0"})

@@ -11,7 +11,7 @@ from fivefold.checkup.command import CommandEnd
 from fivefold.checkup.lost_rank import sentences_about
 from fivefold.checkup.tasks import Task, TypedJob, check_task, task_env, task_words
 from fivefold.checkup.team import rank_env
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.launch.rendezvous import Rendezvous
 from fivefold.launch.world import World, current_world
 from fivefold.support.errors import UserError

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.spec.presets import PRESETS
 from tests.commands import Command, executable, fivefold, here, start
 from tests.refusals import refusal

@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fivefold.cli import app
-from fivefold.job.config import read_job, to_toml
+from fivefold.job.reading import read_job
 from fivefold.job.resume_rules import changes
+from fivefold.job.toml_writer import to_toml
 from fivefold.support.errors import UserError
 
 

@@ -16,7 +16,8 @@ from fivefold.clusters.deployment import Deployment
 from fivefold.clusters.kubernetes import indexed_job, notes, service_name, train_job
 from fivefold.clusters.machines import Machines
 from fivefold.clusters.quoting import without_comments, yaml_documents
-from fivefold.job.config import read_job, to_toml
+from fivefold.job.reading import read_job
+from fivefold.job.toml_writer import to_toml
 from fivefold.support.errors import UserError
 
 VERSIONS = ("1.31", kubernetes_validate.latest_version())  # pod failure policies are stable since 1.31

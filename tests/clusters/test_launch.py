@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from fivefold.cli import app
 from fivefold.clusters.options import LAUNCHERS
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.planner.plan import simulate
 from fivefold.support.errors import UserError
 from tests.refusals import same_words

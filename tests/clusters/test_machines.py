@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fivefold.clusters.machines import Machines, choose_machines
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.support.errors import UserError
 from tests.refusals import refusal, same_words
 

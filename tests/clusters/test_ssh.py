@@ -17,7 +17,7 @@ import pytest
 from fivefold.clusters.deployment import Deployment
 from fivefold.clusters.machines import Machines
 from fivefold.clusters.ssh import read_hosts, ssh_script
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.support.errors import UserError
 from tests.commands import fivefold
 from tests.layers import SOURCE

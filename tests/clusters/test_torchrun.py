@@ -10,7 +10,7 @@ from torch.distributed.run import get_args_parser
 from fivefold.clusters.deployment import Deployment
 from fivefold.clusters.machines import Machines
 from fivefold.clusters.torchrun import node_script
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 
 SHOW = f"#!{sys.executable}\nimport json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
 

@@ -17,8 +17,9 @@ from fivefold.data.order import window_of, windows
 from fivefold.data.rows import Splits, TokenRow, TokenWindow
 from fivefold.data.shards import TokenShards
 from fivefold.data.source_check import check
-from fivefold.job.config import read_job, to_toml
 from fivefold.job.preflight import preflight
+from fivefold.job.reading import read_job
+from fivefold.job.toml_writer import to_toml
 from fivefold.support import plugins
 from fivefold.support.errors import UserError
 from tests.refusals import refusal

@@ -19,7 +19,8 @@ from fivefold.dry import fake
 from fivefold.dry.rank import dry_run_rank
 from fivefold.dry.result import vs_plan
 from fivefold.hardware.cluster import Cluster
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
+from fivefold.job.reading import read_job
 from fivefold.layout.rank_part import RankCoords
 from fivefold.model.hf_names import sources
 from fivefold.spec.hf import to_hf_config

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fivefold.dry.rank import dry_run_rank, empty_batch
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic_counter import TrafficCounter
 from fivefold.trainer.engine import Engine

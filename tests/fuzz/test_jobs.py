@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.job.config import SECTIONS, job_from, read_job, to_toml
+from fivefold.job.config import SECTIONS
+from fivefold.job.reading import job_from, read_job
+from fivefold.job.toml_writer import to_toml
 from fivefold.spec.model import ModelSpec
 from tests.fuzz.cases import ODD, changed, damaged, fuzz, survives
 

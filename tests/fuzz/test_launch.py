@@ -27,7 +27,8 @@ from fivefold.clusters.launch_files import LaunchResult, launch
 from fivefold.clusters.machines import Machines
 from fivefold.clusters.options import LaunchOptions
 from fivefold.clusters.quoting import without_comments
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
+from fivefold.job.reading import read_job
 from fivefold.render.blocks import to_text
 from fivefold.support.errors import Note
 from fivefold.support.parsing import toml_value

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fivefold.checkpoint.find import job_of
 from fivefold.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
 from fivefold.checkpoint.tensors import TABLE_FILE
-from fivefold.job.config import job_from, read_job
+from fivefold.job.reading import job_from, read_job
 from fivefold.support.files import File
 from tests.fuzz.cases import changed, damaged, documents, fuzz, survives
 

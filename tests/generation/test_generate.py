@@ -10,7 +10,7 @@ import transformers
 from fivefold.generation.generator import LaterQueries
 from fivefold.generation.request import Request, generate
 from fivefold.generation.sampling import Sampler, Sampling
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.model.layers import TokenPositions
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Microbatch

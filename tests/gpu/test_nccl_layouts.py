@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 import fivefold.trainer.engine
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
+from fivefold.job.reading import read_job
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
 from fivefold.schedules.actions import RECEIVE_KINDS

@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fivefold.job.config import Job, RunConfig, job_from, read_job, to_toml
-from fivefold.job.toml_writer import commented_toml
+from fivefold.job.config import Job, RunConfig
+from fivefold.job.reading import job_from, read_job
+from fivefold.job.toml_writer import commented_toml, to_toml
 from fivefold.layout.layout import Layout
 from fivefold.spec.hf import to_hf_config
 from fivefold.spec.presets import PRESETS, preset

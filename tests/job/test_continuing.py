@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fivefold.job.config import Job, job_of, read_job, resolve
+from fivefold.job.config import Job
+from fivefold.job.reading import job_of, read_job, resolve
 from fivefold.job.resume_rules import FREE, MEANT, NEVER, RATE, RULES, changes, flat, resume_problems, rule_of
 from fivefold.optim.adamw import AdamW
 from fivefold.support.errors import Note, UserError

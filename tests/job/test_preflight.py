@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.job.config import read_job
 from fivefold.job.preflight import preflight
+from fivefold.job.reading import read_job
 from fivefold.launch.world import RESTARTS_ENV, RUN_ID_ENV
 from fivefold.support.errors import UserError
 from fivefold.trainer.directories import run_directory

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.job.recipes import tokens_of
 from fivefold.support.errors import UserError
 from tests.refusals import refusal, same_words

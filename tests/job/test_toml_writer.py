@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
+from fivefold.job.reading import read_job
 from fivefold.job.toml_writer import commented_toml
 from fivefold.layout.layout import Layout
 from fivefold.spec.blocks import RopeScaling

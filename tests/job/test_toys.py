@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.job.config import job_of, read_job
 from fivefold.job.preflight import preflight
+from fivefold.job.reading import job_of, read_job
 from fivefold.spec.presets import TOY_PRESETS, preset
 from fivefold.verifier.cases import write_tokens
 from fivefold.verifier.verify import verify

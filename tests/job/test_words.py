@@ -7,7 +7,8 @@ import typer
 
 from fivefold.cli import app
 from fivefold.job.aliases import ALIASES, ANSWERS
-from fivefold.job.config import SECTION_KEYS, read_job
+from fivefold.job.config import SECTION_KEYS
+from fivefold.job.reading import read_job
 from fivefold.layout.layout import Layout
 from fivefold.support.dtypes import dtype_of, precision_of
 from tests.commands import fivefold

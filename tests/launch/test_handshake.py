@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from torch.distributed import FileStore, PrefixStore, Store
 
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.launch import handshake
 from fivefold.launch.handshake import (
     Facts,

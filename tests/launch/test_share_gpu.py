@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import fivefold as ff
 from fivefold.cli import app
-from fivefold.job.config import TrainConfig, read_job
+from fivefold.job.config import TrainConfig
+from fivefold.job.reading import read_job
 from fivefold.launch.device import check_shared_gpu
 from fivefold.launch.local import SHARED_GPU_HOST_PREFIX, sharing_problem, visible_gpus
 from fivefold.launch.world import World

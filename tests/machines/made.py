@@ -7,7 +7,8 @@ import msgspec
 
 from fivefold.cost.kernels import Device
 from fivefold.hardware.accelerators import ACCELERATORS
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
+from fivefold.job.reading import read_job
 from fivefold.launch.processes import Rank
 from fivefold.machines import calibrate, clock, kernels
 from fivefold.machines.judge import Disk, Gpu, RankReport, RingReport, Send

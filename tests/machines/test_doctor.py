@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fivefold.cli.options import split_job_and_changes
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.launch import faults
 from fivefold.machines import doctor as front
 from fivefold.machines import examine, node

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.model.fp8 import GRADS, VALUES, fp8_linear, to_fp8
 
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import fivefold as ff
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
+from fivefold.job.reading import read_job
 from fivefold.job.resume_rules import MEANT, changes
 from fivefold.model.decoder import Decoder
 from fivefold.model.init import initialise

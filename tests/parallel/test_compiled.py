@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
+from fivefold.job.reading import read_job
 from fivefold.launch import processes
 from fivefold.layout.layout import Layout
 from fivefold.model import compiler, kernels

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.launch.device import choose_backend
 from fivefold.layout.layout import Layout
 from fivefold.parallel.collectives import full_tensor

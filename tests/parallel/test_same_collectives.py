@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
 from fivefold.job.preflight import preflight
+from fivefold.job.reading import read_job
 from fivefold.layout.layout import Layout
 from fivefold.parallel.collectives import all_gather, all_reduce, wait
 from fivefold.parallel.control import Control

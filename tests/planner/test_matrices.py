@@ -6,7 +6,7 @@ from fivefold.cost.model_state import checkpoint_bytes, state_of
 from fivefold.cost.peak_memory import footprint_of
 from fivefold.cost.step import Workload, estimate, matrix_cost
 from fivefold.hardware.cluster import Cluster
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.layout.matrix_owners import matrix_owners
 from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.base import reads_whole

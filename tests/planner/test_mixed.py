@@ -13,7 +13,7 @@ from fivefold.cli import app
 from fivefold.cost.peak_memory import USABLE_FRACTION
 from fivefold.cost.step import Workload, estimate
 from fivefold.hardware.cluster import Cluster
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
 from fivefold.planner.explain import neighbours

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fivefold.cost.model_state import State, state, state_of
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
+from fivefold.job.reading import read_job
 from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RankCoords
 from fivefold.parallel.mesh import Mesh

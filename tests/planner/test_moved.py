@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fivefold.cost.software import ELEMENTWISE_BYTES, ON_CPUS
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.model.rope import apply_rotary
 from fivefold.parallel.mesh import Mesh
 from fivefold.trainer.engine import Engine

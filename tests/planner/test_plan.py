@@ -8,7 +8,7 @@ from msgspec import structs
 
 from fivefold.cost.model_state import checkpoint_bytes, state, state_of
 from fivefold.hardware.cluster import Cluster
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.adamw import AdamW

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fivefold as ff
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
+from fivefold.job.reading import read_job
 from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
 from fivefold.model.hf_names import sources, unnamed_kinds

@@ -19,7 +19,8 @@ from fivefold.dry.result import DryRunResult
 from fivefold.generation.generator import LaterQueries
 from fivefold.generation.request import Request, generate
 from fivefold.generation.sampling import Sampling
-from fivefold.job.config import read_job, to_toml
+from fivefold.job.reading import read_job
+from fivefold.job.toml_writer import to_toml
 from fivefold.model.decoder import Decoder
 from fivefold.model.hf_names import unnamed_kinds
 from fivefold.model.init import initialise

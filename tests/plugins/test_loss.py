@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fivefold as ff
-from fivefold.job.config import job_from, read_job, to_toml
+from fivefold.job.reading import job_from, read_job
+from fivefold.job.toml_writer import to_toml
 from fivefold.losses import LOSSES
 from fivefold.losses.base import Loss
 from fivefold.losses.cross_entropy import CrossEntropy

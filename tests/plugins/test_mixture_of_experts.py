@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import fivefold as ff
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.model.decoder import Decoder
 from tests.refusals import refusal
 from tests.verifier.cases import slow

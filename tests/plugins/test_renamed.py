@@ -14,7 +14,7 @@ from fivefold.cost.step import Workload, estimate, rank_flops
 from fivefold.cost.systems import SYSTEMS
 from fivefold.cost.traffic import expected_traffic, layer_collectives
 from fivefold.hardware.cluster import Cluster
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.layout.layout import Layout
 from fivefold.layout.rules import Given, problems
 from fivefold.layout.stages import stages_of

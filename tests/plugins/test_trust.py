@@ -18,7 +18,7 @@ import fivefold as ff
 from fivefold.checkpoint.find import find
 from fivefold.checkpoint.manifest import MANIFEST
 from fivefold.cli import _refuse
-from fivefold.job.config import job_from, read_job
+from fivefold.job.reading import job_from, read_job
 from fivefold.launch.handshake import Facts, Statement, odd_ones, seal, settings_of, unseal
 from fivefold.spec.model import ModelSpec
 from fivefold.support import plugins

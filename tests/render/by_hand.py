@@ -20,7 +20,7 @@ from fivefold.foreign.evidence import Cause
 from fivefold.foreign.repeated import RepeatedCertificate
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import Cluster
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.labs.catalogue import LABS
 from fivefold.labs.checking import LabCheck, Outcome
 from fivefold.labs.messages import LabMessage

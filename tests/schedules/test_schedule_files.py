@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from fivefold.cli import app
 from fivefold.cost.step import Workload, estimate
 from fivefold.hardware.cluster import Cluster
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
 from fivefold.schedules.actions import Action, Kind

@@ -3,7 +3,9 @@
 import msgspec
 import pytest
 
-from fivefold.job.config import Job, job_from, read_job, to_toml
+from fivefold.job.config import Job
+from fivefold.job.reading import job_from, read_job
+from fivefold.job.toml_writer import to_toml
 from fivefold.layout.layout import Layout
 from fivefold.spec.blocks import LatentSpec, RopeScaling, Yarn
 from fivefold.spec.model import ModelSpec

@@ -7,7 +7,8 @@ spec.kinds(1).branches
 import msgspec
 import pytest
 
-from fivefold.job.config import job_from, read_job, to_toml
+from fivefold.job.reading import job_from, read_job
+from fivefold.job.toml_writer import to_toml
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import stages_of
 from fivefold.spec.blocks import Experts

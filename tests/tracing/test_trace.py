@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from fivefold.cost.collective_time import Traffic
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
 from fivefold.job.preflight import preflight
+from fivefold.job.reading import read_job
 from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic_counter import TrafficCounter

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from fivefold.checkpoint.manifest import MANIFEST
-from fivefold.job.config import Job, TrainConfig, read_job
+from fivefold.job.config import Job, TrainConfig
+from fivefold.job.reading import read_job
 from fivefold.launch.world import PLANNED_ENV, RESTARTS_ENV, RUN_ID_ENV
 from fivefold.support.errors import UserError
 from fivefold.trainer.directories import OWNERS_FILE, claim, earlier, identities, owners, run_directory, sign

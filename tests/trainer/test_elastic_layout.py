@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
+from fivefold.job.reading import read_job
 from fivefold.layout.layout import Layout
 from fivefold.support.errors import UserError
 from fivefold.trainer.elastic_layout import choose

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from fivefold.data.batch import Batch
-from fivefold.job.config import Job, to_toml
+from fivefold.job.config import Job
 from fivefold.job.listeners import TensorBoard
 from fivefold.job.preflight import preflight
+from fivefold.job.toml_writer import to_toml
 from fivefold.model.decoder import Decoder
 from fivefold.model.init import initialise
 from fivefold.model.layers import TokenPositions

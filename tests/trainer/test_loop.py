@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from fivefold.data.batch import Batch, read_batch
 from fivefold.data.prepare import prepare
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
 from fivefold.job.preflight import preflight
+from fivefold.job.reading import read_job
 from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
 from fivefold.support.errors import TrainingError

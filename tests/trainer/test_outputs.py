@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from fivefold.checkpoint.store import Store
-from fivefold.job.config import read_job
 from fivefold.job.listeners import TensorBoard
+from fivefold.job.reading import read_job
 from fivefold.support.errors import TrainingError
 from fivefold.trainer import outputs, records
 from fivefold.trainer import records as metrics

@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.checkpoint.store import Store
 from fivefold.data.prepare import prepare
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.job.resume_rules import changes, resume_problems
 from fivefold.support.errors import UserError
 from fivefold.trainer.resuming import job_of_run, run_named

@@ -1,7 +1,7 @@
 """A plan for ranks of unequal speed becomes a job that trains as it was planned."""
 
 from fivefold.hardware.accelerators import ACCELERATORS
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.machines.result import RankSpeed, RanksResult, at_pace, speeds_to_toml
 from fivefold.schedules.text import load
 from fivefold.spec.presets import preset

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.data.prepare import prepare
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.layout.layout import Layout
 from fivefold.verifier.verify import CurveResult, compare_curves
 from tests.verifier.cases import slow

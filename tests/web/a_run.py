@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fivefold.checkpoint.store import Store
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.launch import rank_log
 from fivefold.launch.world import World
 from fivefold.trainer.outputs import Outputs

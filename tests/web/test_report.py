@@ -391,7 +391,7 @@ def test_a_report_that_is_too_large_is_not_written(tmp_path: Path, monkeypatch: 
 
 def test_the_result_of_verify_has_the_form_that_is_read() -> None:
     """Its own classes, so that neither can change alone."""
-    from fivefold.job.config import read_job
+    from fivefold.job.reading import read_job
     from fivefold.verifier.cases import LayoutCase
     from fivefold.verifier.compare import ValueComparison
     from fivefold.verifier.result import VerifyResult

@@ -16,7 +16,8 @@ from fivefold.accuracy.sources import Source
 from fivefold.cost.moe import imbalance_for
 from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
-from fivefold.job.config import Job, resolve
+from fivefold.job.config import Job
+from fivefold.job.reading import resolve
 from fivefold.layout.layout import Layout
 from fivefold.planner.plan import workload_of
 from fivefold.schedules.registry import CATALOGUE

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from fivefold.bench.harness import OnProgress, RoundTimes, caveats, ratio, refuse, too_small, turns
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
 from fivefold.job.preflight import preflight
+from fivefold.job.reading import read_job
 from fivefold.launch import processes
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.support.text import bytes_text, plural, si

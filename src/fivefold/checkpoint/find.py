@@ -11,7 +11,8 @@ from fivefold.checkpoint.manifest import MANIFEST, Checkpoint
 from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import Store
 from fivefold.checkpoint.tensors import model_key
-from fivefold.job.config import Job, job_from
+from fivefold.job.config import Job
+from fivefold.job.reading import job_from
 from fivefold.layout.layout import Layout
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Note, UserError

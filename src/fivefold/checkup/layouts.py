@@ -17,7 +17,8 @@ from fivefold.checkup.tasks import TOKENS, TRACED_STEPS, WARM_STEPS
 from fivefold.cost.moe import imbalance_for
 from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
+from fivefold.job.reading import read_job
 from fivefold.layout.layout import Layout
 from fivefold.planner.option import Option
 from fivefold.planner.plan import plan_given_layout, workload_of

@@ -90,7 +90,7 @@ def reshard(
     from fivefold.checkpoint.reshard import reshard as write_shards
     from fivefold.checkpoint.storage import new_output_at
     from fivefold.checkpoint.store import Store
-    from fivefold.job.config import to_toml
+    from fivefold.job.toml_writer import to_toml
     from fivefold.layout.layout import Layout
 
     checkpoint, target = find(run, step), place_of(output)

@@ -71,7 +71,7 @@ def checkup(
     """
     from fivefold.checkup.parts import Budget, check_minutes, chosen_parts
     from fivefold.checkup.tasks import TypedJob
-    from fivefold.job.config import read_job
+    from fivefold.job.reading import read_job
     from fivefold.launch.world import current_world
     from fivefold.trainer.start import check_ranks
 

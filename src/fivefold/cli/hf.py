@@ -71,7 +71,7 @@ def import_hf(
     from fivefold.checkpoint.find import stored_job
     from fivefold.checkpoint.hf import import_hf as run_import
     from fivefold.checkpoint.hf_files import HuggingFace
-    from fivefold.job.config import read_job
+    from fivefold.job.reading import read_job
 
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory", "file.read")

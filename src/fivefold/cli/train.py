@@ -95,7 +95,7 @@ def train(
       fivefold train job.toml --check
     """
     from fivefold.clusters.machines import check_sharing_there
-    from fivefold.job.config import to_toml
+    from fivefold.job.toml_writer import to_toml
     from fivefold.launch.group import wait_for_the_others
     from fivefold.launch.local import check_sharing
     from fivefold.launch.world import current_world

@@ -8,7 +8,8 @@ from functools import cached_property
 from fivefold.clusters.machines import Machines
 from fivefold.clusters.quoting import quote_command
 from fivefold.cost.model_state import checkpoint_bytes
-from fivefold.job.config import Job, lies_in_run
+from fivefold.job.config import Job
+from fivefold.job.reading import lies_in_run
 from fivefold.support.parsing import path_of
 from fivefold.support.text import bytes_text, si
 

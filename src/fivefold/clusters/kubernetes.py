@@ -10,7 +10,7 @@ from typing import Any
 from fivefold.clusters.deployment import Deployment
 from fivefold.clusters.environment import rank_variables
 from fivefold.clusters.torchrun import PORT, shutdown_timeout, torchrun_command
-from fivefold.job.config import to_toml
+from fivefold.job.toml_writer import to_toml
 from fivefold.support.errors import UserError
 
 IMAGE, CLAIM = "FILL_IN_IMAGE", "FILL_IN_CLAIM"  # neither is a legal name, so Kubernetes refuses them

@@ -13,8 +13,9 @@ from fivefold.clusters.deployment import Deployment
 from fivefold.clusters.machines import Machines, choose_machines, gpu_sharing_problem, min_elastic_nodes
 from fivefold.clusters.options import LAUNCHERS, LaunchOptions
 from fivefold.clusters.quoting import quote_command, quote_path, yaml_documents
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
 from fivefold.job.preflight import job_problems, needs_data, open_data
+from fivefold.job.reading import read_job
 from fivefold.planner.plan import plan_given_layout
 from fivefold.render.blocks import Result, Table, Text, check_writable
 from fivefold.support.errors import Problem, UserError

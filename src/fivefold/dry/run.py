@@ -14,7 +14,8 @@ from msgspec import structs
 from fivefold.dry.result import DryRunResult, RankVsPlan, vs_plan
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.aliases import layout_changes
-from fivefold.job.config import Job, job_of
+from fivefold.job.config import Job
+from fivefold.job.reading import job_of
 from fivefold.layout.layout import Layout
 from fivefold.planner.plan import workload_of
 from fivefold.spec.model import ModelSpec

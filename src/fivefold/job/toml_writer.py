@@ -1,8 +1,9 @@
-"""A job as a file for people: what was decided, each with its reason, and nothing that has its default.
+"""A job as a file: `to_toml` writes every setting, for machines; `commented_toml` is for people: what was decided,
+each with its reason, and nothing that has its default.
 
 commented_toml(job, {"optimizer.lr": "Llama 3 70B (...)"}, head=["llama3-70b on 8x8xH100: ..."])
 
-`read_job` reads it back as the same job. `to_toml` of job/config.py writes every setting, for machines.
+`read_job` reads both back as the same job.
 """
 
 import textwrap
@@ -19,6 +20,22 @@ from fivefold.support.parsing import toml_value
 from fivefold.support.text import printable
 
 LINE_WIDTH = 110
+
+
+def to_toml(job: Job) -> str:
+    """The resolved job as a file that `fivefold train` runs again."""
+    lines: list[str] = []
+    sections = msgspec.to_builtins(job)
+    if "chunks" not in job.layout.given():
+        del sections["layout"]["chunks"]  # it is the schedule's own, and follows another one
+    for section, table in sections.items():
+        nested = {key: value for key, value in table.items() if isinstance(value, dict)}
+        for name, values in [(section, table), *((f"{section}.{key}", value) for key, value in nested.items())]:
+            lines.append(f"[{name}]")
+            plain = {key: value for key, value in values.items() if value is not None and not isinstance(value, dict)}
+            lines += [f"{key} = {toml_value(value)}" for key, value in plain.items()]
+            lines.append("")
+    return "\n".join(lines)
 
 
 def commented_toml(

@@ -23,7 +23,7 @@ from msgspec import structs
 
 from fivefold.cost.model_state import host_memory
 from fivefold.hardware.accelerators import ACCELERATORS, LINKS, Accelerator, Rates, find_accelerator
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.launch import group, processes
 from fivefold.launch import world as worlds
 from fivefold.launch.device import TORCH_DTYPES, choose_backend, choose_device

@@ -13,8 +13,9 @@ import msgspec
 
 from fivefold.clusters.torchrun import HOST, PORT
 from fivefold.hardware.cluster import Cluster
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
 from fivefold.job.preflight import run_directory_problems
+from fivefold.job.reading import read_job
 from fivefold.launch import processes
 from fivefold.launch.handshake import ranks_text
 from fivefold.launch.host import cores

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fivefold.cost.collective_time import Kind, wire
-from fivefold.job.config import Job, job_from
+from fivefold.job.config import Job
+from fivefold.job.reading import job_from
 from fivefold.launch import faults, group, heartbeat, processes
 from fivefold.launch import world as worlds
 from fivefold.launch.device import (

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from fivefold.cost.model_state import State, state
-from fivefold.job.config import job_of
+from fivefold.job.reading import job_of
 from fivefold.layout.layout import Layout
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec

@@ -17,7 +17,8 @@ from fivefold.cost.step import Workload
 from fivefold.cost.systems import software_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.aliases import layout_changes
-from fivefold.job.config import Job, job_of
+from fivefold.job.config import Job
+from fivefold.job.reading import job_of
 from fivefold.job.recipes import usual_batch
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import RANKS_BY, better_batch, nearest_fit, neighbours, simplest

@@ -16,7 +16,8 @@ from typing import Any
 
 from fivefold.cost.moe import imbalance_for
 from fivefold.hardware.cluster import Cluster
-from fivefold.job.config import Job, job_of
+from fivefold.job.config import Job
+from fivefold.job.reading import job_of
 from fivefold.planner.serve_options import (
     BOUND_NAMES,
     Service,

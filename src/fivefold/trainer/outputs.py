@@ -17,8 +17,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fivefold.job.config import Job, to_toml
+from fivefold.job.config import Job
 from fivefold.job.listeners import LISTENERS, RunListener
+from fivefold.job.toml_writer import to_toml
 from fivefold.support.errors import Problem, TrainingError, UserError
 from fivefold.support.files import cannot_write, put
 from fivefold.support.text import bytes_text, plural, si

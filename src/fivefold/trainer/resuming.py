@@ -22,7 +22,8 @@ from fivefold.checkpoint.store import Store
 from fivefold.data.index import TOKENIZER_FILE
 from fivefold.data.rows import Splits
 from fivefold.data.tokenizer import tokenizer_mismatches
-from fivefold.job.config import NAMING_PREFIXES, Job, RunConfig, installed_job, resolve
+from fivefold.job.config import Job, RunConfig
+from fivefold.job.reading import NAMING_PREFIXES, installed_job, resolve
 from fivefold.job.resume_rules import NEVER, Change, changes, resume_problems
 from fivefold.spec.hf import END_NAMED_IN, HF_CONFIG
 from fivefold.spec.model import ModelSpec

@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 
 from fivefold.checkpoint.storage import check_storage_is_writable
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
 from fivefold.job.preflight import preflight
+from fivefold.job.reading import read_job
 from fivefold.launch import faults, processes
 from fivefold.launch.exits import INTERRUPTED
 from fivefold.launch.host import keep_freed_memory

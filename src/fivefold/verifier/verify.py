@@ -28,8 +28,9 @@ from fivefold.cost.collective_time import Traffic, times, total
 from fivefold.cost.model_state import proof_problems, state_of
 from fivefold.cost.routing import Routing, rows_of
 from fivefold.cost.traffic import expected_traffic as step_traffic
-from fivefold.job.config import Job, read_job
+from fivefold.job.config import Job
 from fivefold.job.preflight import open_data, preflight
+from fivefold.job.reading import read_job
 from fivefold.launch import processes
 from fivefold.launch.local import check_sharing
 from fivefold.layout.layout import Layout

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fivefold.job.config import read_job
+from fivefold.job.reading import read_job
 from fivefold.model.fp8 import Fp8GroupedLinear, round_rows
 from fivefold.model.grouped import GroupedLinear, Groups
 

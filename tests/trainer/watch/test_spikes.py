@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.job.config import WatchConfig, read_job
+from fivefold.job.config import WatchConfig
+from fivefold.job.reading import read_job
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.trainer.records import MetricsFile, Step, StepDecision, read, trim
 from fivefold.trainer.spikes import (
