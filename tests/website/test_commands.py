@@ -37,7 +37,6 @@ SMALLER = {
     "ui": None,  # tests/browser
     "bench": None,  # tests/bench
     "calibrate": None,  # tests/machines
-    "checkup": None,  # tests/checkup
     "accuracy --coverage --write": None,  # would change the ranges of plans
     "accuracy": ["--json"],
     "train examples": ["--check", "--fresh"],
