@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PURPOSE = "a checkup"
 Ends = dict[int, CommandEnd]  # by rank
 _MEETING_S = 300.0  # seconds for the ranks of a launcher to come
+_GRACE_S = 15.0  # seconds for a rank's command after another rank's has failed
 _REPLY_S = 30.0  # seconds that a rank may be late with how its command ended
 _SENT, _SENT_FIGURES = 6000, 1 << 22  # last characters of an output that a rank sends to rank 0, also with figures
 _NOT_A_RANK: dict[str, str | None] = dict.fromkeys(
@@ -135,18 +136,22 @@ def _meet(base: TypedJob, world: World) -> "Store":
 
 def _run_as(world: World, task: Task, base: TypedJob, store: "Store", number: int) -> CommandEnd:
     """Run a task as a rank of the launcher's world, or by itself on this node."""
-    over = f"over {number}"
     words = task_words(task, base, launched=True)
     env = {**_NOT_A_RANK, **task_env(task), **_AGENT} if task.by_node else rank_env(world, task, number)
-    stopped = [0.0]
+    watched = [f"failed {number}", *([f"over {number}"] if world.rank else [])]
+    deadline: list[float] = []
 
     def cancelled() -> bool:
-        """Rank 0's command has ended: the others have a grace to say what they know."""
-        if world.rank and not task.by_node and not stopped[0] and store.check([over]):
-            stopped[0] = time.monotonic() + _REPLY_S / 2
-        return bool(stopped[0]) and time.monotonic() > stopped[0]
+        """Another rank has failed, or rank 0 has ended: this one has a grace to say what it knows. Else a rank that
+        waits for a killed one over NCCL would wait until its timeout."""
+        if not deadline and not task.by_node and any(store.check([key]) for key in watched):
+            deadline.append(time.monotonic() + _GRACE_S)
+        return bool(deadline) and time.monotonic() > deadline[0]
 
-    return run_command(fivefold_command(words), env, task.limit, cancelled)
+    end = run_command(fivefold_command(words), env, task.limit, cancelled)
+    if end.code not in (0, None):
+        store.set(f"failed {number}", "")
+    return end
 
 
 def rank_env(world: World, task: Task, number: int) -> dict[str, str | None]:
