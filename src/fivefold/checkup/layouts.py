@@ -61,6 +61,7 @@ def train_layouts(course: Course, part: PartReport) -> None:
             calibrated=predicted(job, option.layout, course.cluster),
         )
         if limit < 1:
+            _conclude(course, part)
             raise out_of_time(part, f"{role}, {option.layout}")
         course.tell(f"{role}: {option.layout}")
         course.report.runs.append(
@@ -169,7 +170,7 @@ def measure(course: Course, run: LayoutRun, steps: int, number: int, limit: floa
     }  # fmt: skip
     ends = course.run(course.task(kind="train", layout=run.layout, name=name, steps=steps, **sizes), limit)
     if ended := failure(f"training {run.layout}", ends):
-        return structs.replace(run, failed=ended.sentence)
+        return structs.replace(run, failed=ended.sentence, out_of_time=ended.status == "out of time")
     directory = course.base.folder(course.token) / name
     try:
         measured = read_run(directory, steps, on_gpu=course.devices.on_gpu)

@@ -29,6 +29,7 @@ h1 {{ margin-bottom: .25rem; line-height: 1.2; }} h2 {{ margin: 2.5rem 0 .5rem; 
 figure {{ max-width: 34rem; }} pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
 pre {{ padding: .5rem .75rem; background: {FAINT}; border-radius: .5rem; font-size: .85rem; }}
 li.bad, p.bad {{ color: #b8430b; }} th {{ vertical-align: bottom; }} td {{ vertical-align: top; }}
+td:first-child {{ overflow-wrap: anywhere; }}
 @media (max-width: 40rem) {{ th, td {{ padding: .2rem .4rem; font-size: .85rem; }} body {{ margin: 1rem auto; }} }}
 @media (prefers-color-scheme: dark) {{
   .cards li, pre {{ background: {DARK[FAINT]}; }} .cards span, .lead {{ color: {DARK[GREY]}; }}

@@ -46,6 +46,7 @@ class LayoutRun(msgspec.Struct, frozen=True, kw_only=True):
     catalogue: LayoutStep | None = None  # predicted with the catalogue's figures; None: it does not know the device
     calibrated: LayoutStep | None = None  # predicted with those that were measured here
     failed: str = ""  # why it did not run
+    out_of_time: bool = False  # whether that was the time that it may take
 
     def error(self, which: str) -> float | None:
         """The relative error of a prediction of the step: predicted / measured - 1."""

@@ -120,7 +120,7 @@ def steps_table(runs: list[LayoutRun]) -> Table:
     """Measured steps beside those predicted, before and after the calibration."""
     rows = []
     for run in runs:
-        measured = ms(run.measured) if run.measured else Cell("failed", "bad")
+        measured = ms(run.measured) if run.measured else Cell("out of time" if run.out_of_time else "failed", "bad")
         cells = [
             ms(run.catalogue),
             percent(run.error("catalogue")),
