@@ -5,15 +5,16 @@ What a block costs without its experts depends on a few choices (a `BlockShape`)
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
 
-from fivefold.cost.activations import ExpertActivationMemory, saved_activations
+from fivefold.cost.activations import ExpertActivationMemory
 from fivefold.cost.moe import MoEBlock, Travel, block_share
-from fivefold.cost.peak_memory import cp_buffer_bytes, loss_peak
-from fivefold.cost.step import Workload, p2p_bytes
+from fivefold.cost.peak_memory import cp_buffer_bytes
+from fivefold.cost.step import Workload
 from fivefold.layout.layout import Layout
 from fivefold.planner.closed_forms import (
     DISPATCHES,
@@ -25,11 +26,12 @@ from fivefold.planner.closed_forms import (
     Closed,
     EpChoices,
     LinkArrays,
-    PipelineArrays,
+    ShapeCost,
     computing,
-    split_backward,
+    shape_table,
+    unlike,
 )
-from fivefold.planner.closed_forms_by_rank import UnlikeClosed, block_params, combine_kinds
+from fivefold.planner.closed_forms_by_rank import ClosedForms, block_params
 from fivefold.spec.pattern import Layer
 
 
@@ -65,12 +67,14 @@ class DenseCost(NamedTuple):
     @classmethod
     def of(cls, workload: Workload, shape: BlockShape, layer: Layer) -> "DenseCost":
         """A block with experts."""
-        workload = shape.of(workload)
-        layout, cost = workload.layout, workload.block_cost.of(layer)
-        block = cost.without_experts
-        saved = _saved_bytes(workload, layout, layer)
-        no_recompute = _saved_bytes(workload, structs.replace(layout, recompute="none"), layer)
-        residual = cost.activation_bytes * cost.tokens * workload.spec.hidden / layout.sp_degree
+        return cls.in_shape(ShapeCost.of(workload, shape, layer))
+
+    @classmethod
+    def in_shape(cls, shape: ShapeCost) -> "DenseCost":
+        cost, block, layout = shape.cost, shape.cost.without_experts, shape.cost.layout
+        saved, all_saved = shape.activations.under(layout.recompute), shape.activations.without_recompute
+        without_experts = saved.total - saved.experts
+        residual = cost.activation_bytes * cost.tokens * cost.spec.hidden / layout.sp_degree
         expert_grads = cost.grad_accumulation_seconds(cost.rank_params.experts)
         return cls(
             forward=block.forward.total - block.forward.host,
@@ -79,35 +83,15 @@ class DenseCost(NamedTuple):
             computing_back=computing(block)[1],
             launching=cost.host_launch_seconds,
             inter_node_backward=cost.inter_node_backward_seconds,
-            unhidden=split_backward(workload).of(layer).without_experts.dgrad.total - block.dgrad.total,
+            unhidden=shape.with_split_backward.without_experts.dgrad.total - block.dgrad.total,
             ends=sum(part.total for part in (*cost.head_and_loss, *cost.embedding)),
-            saved=saved.without_experts,
-            recomputed=no_recompute.without_experts - saved.without_experts,
-            passing=2 * residual + cp_buffer_bytes(cost) - no_recompute.shared_expert,
-            logits=loss_peak(workload.spec, layout, workload.software, cost.tokens),
-            p2p_bytes=p2p_bytes(workload),
-            full=shape.recompute == "full",
+            saved=without_experts,
+            recomputed=all_saved.total - all_saved.experts - without_experts,
+            passing=2 * residual + cp_buffer_bytes(cost) - all_saved.mlp,
+            logits=shape.logits,
+            p2p_bytes=shape.p2p_bytes,
+            full=layout.recompute == "full",
         )
-
-
-class _Saved(NamedTuple):
-    """Bytes that a block saves of a microbatch."""
-
-    without_experts: float
-    shared_expert: float  # of these
-
-
-def _saved_bytes(workload: Workload, layout: Layout, layer: Layer) -> _Saved:
-    sizes = (
-        workload.spec,
-        layout,
-        workload.software,
-        workload.batch,
-        workload.seq,
-        workload.block_cost.activation_bytes,
-    )
-    saved = saved_activations(*sizes, layer=layer)
-    return _Saved(saved.total - saved.experts, saved.mlp)
 
 
 class MoECost(NamedTuple):
@@ -185,13 +169,6 @@ class MoECost(NamedTuple):
 class ExpertClosed(Closed):
     """The closed forms of a model with experts, in layers of one kind."""
 
-    dealt: EpChoices
-    placed: LinkArrays
-
-    @property
-    def links(self) -> LinkArrays:
-        return self.placed
-
     @property
     def unit(self) -> int:
         """The head, next to narrow layers, is worth many, and stages of a rank share them."""
@@ -208,28 +185,67 @@ class ExpertClosed(Closed):
         return np.where(joins, np.maximum(0.0, 1 - self.of.pp / self.of.microbatches), 0.0)
 
 
-def closed_of(
-    workload: Workload, of: Choices, dealt: EpChoices, shapes: list[BlockShape], pipelines: list[PipelineArrays]
-) -> Closed | UnlikeClosed:
-    links, parts = LinkArrays.of(workload, of, dealt.ep), list[Closed]()
-    for layer in workload.spec.counted():
-        block = (
-            _with_experts(workload, of, dealt, links, shapes, layer)
-            if layer.routed
-            else BlockArrays.of_all(workload, shapes, of.shape, layer)
+@dataclass(frozen=True)
+class ExpertClosedForms(ClosedForms):
+    """The closed forms of a model with experts."""
+
+    dealt: EpChoices
+
+    @cached_property
+    def links(self) -> LinkArrays:
+        return LinkArrays.of(self.workload, self.of, self.dealt.ep)
+
+    @cached_property
+    def tables(self) -> dict[Layer, Array]:
+        """As for a model without experts, and of layers with experts what these cost is left out (`DenseCost`)."""
+        kinds = {layer: layer.routed for layer in self.workload.spec.counted()}
+        return {
+            layer: shape_table(
+                DenseCost.in_shape if routed else BlockArrays.in_shape, self.workload, self.shapes, self.of.shape, layer
+            )
+            for layer, routed in kinds.items()
+        }
+
+    @cached_property
+    def spent(self) -> tuple[dict[Layer, Array], Array]:
+        """What the experts of each kind of layer cost, a column for each combination of what decides it; and which of
+        them an element has."""
+        shapes, links, dealt = self.shapes, self.links, self.dealt
+        near = np.array([topology.reaches["ep"].together for topology in links.topologies])[links.at]
+        sizes = list(dict.fromkeys(_sizes(self.workload, shape) for shape in shapes))
+        size = np.array([sizes.index(_sizes(self.workload, shape)) for shape in shapes])[self.of.shape]
+        first, at = unlike(size, dealt.ep, dealt.dispatch, near)
+        spreads = []
+        for one in first.tolist():
+            placed, dispatch = links.topologies[links.at[one]].layout, int(dealt.dispatch[one])
+            tokens, tp, sp = sizes[size[one]]
+            layout = structs.replace(placed, sp=sp, dispatch=DISPATCHES[dispatch])
+            spreads.append((ExpertShape(tokens, tp, sp, layout.ep, dispatch, int(near[one])), layout))
+        routed = [layer for layer in self.workload.spec.counted() if layer.routed]
+        rows = {layer: [MoECost.of(self.workload, *spread, layer) for spread in spreads] for layer in routed}
+        return {layer: np.array(costs).T.copy() for layer, costs in rows.items()}, at
+
+    @cached_property
+    def recompute(self) -> Array:
+        """By shape, an index into RECOMPUTES."""
+        return np.array([RECOMPUTES.index(shape.recompute) for shape in self.shapes])
+
+    def _of_kind(self, of: Choices, links: LinkArrays, rows: Array, layer: Layer) -> Closed:
+        columns, params = (
+            self.tables[layer][:, of.shape],
+            block_params(self.workload.spec, of, layer, self.dealt.ep[rows]),
         )
-        params = block_params(workload.spec, of, layer, dealt.ep)
-        parts.append(ExpertClosed(workload, of, block, params, pipelines, dealt, links))
-    return combine_kinds(workload.spec, parts)
+        if layer.routed:
+            costs, at = self.spent
+            spent = MoECost(*costs[layer][:, at[rows]])
+            block = _with_experts(self.workload, DenseCost(*columns), spent, self.recompute[of.shape])
+        else:
+            block = BlockArrays(*columns)
+        return ExpertClosed(self.workload, of, block, params, self.pipelines, links)
 
 
-def _with_experts(
-    workload: Workload, of: Choices, dealt: EpChoices, links: LinkArrays, shapes: list[BlockShape], layer: Layer
-) -> BlockArrays:
-    """A block with experts."""
-    dense = DenseCost(*np.array([DenseCost.of(workload, shape, layer) for shape in shapes])[of.shape].T)
-    spent = _moe_costs(workload, of, dealt, links, shapes, layer)
-    recompute = np.array([RECOMPUTES.index(shape.recompute) for shape in shapes])[of.shape]
+def _with_experts(workload: Workload, dense: DenseCost, spent: MoECost, recompute: Array) -> BlockArrays:
+    """A block with experts; all are arrays."""
     again = np.choose(recompute, [0.0, spent.moved, spent.forward])
     forward, backward = dense.forward + spent.forward, dense.backward + spent.backward + again
     on_cpus = workload.software.computes_itself  # launching hides behind nothing, as on one layout (`BlockCost`)
@@ -265,25 +281,6 @@ def _hidden_by_pair(spent: MoECost, forward: Any, backward: Any, twice: Array) -
     back = np.minimum(spent.combine_back, spent.computing) + np.minimum(spent.dispatch_back, rest)
     link = (1 + twice) * spent.link + spent.link_back
     return np.asarray(np.maximum(0.0, np.minimum(ahead + back, forward + backward - link)))
-
-
-def _moe_costs(
-    workload: Workload, of: Choices, dealt: EpChoices, links: LinkArrays, shapes: list[BlockShape], layer: Layer
-) -> MoECost:
-    """Arrays, of what is the same in many combinations worked out once."""
-    near = np.array([topology.reaches["ep"].together for topology in links.topologies])[links.at]
-    sizes = list(dict.fromkeys(_sizes(workload, shape) for shape in shapes))
-    size = np.array([sizes.index(_sizes(workload, shape)) for shape in shapes])[of.shape]
-    key = ((size * 65536 + dealt.ep) * len(DISPATCHES) + dealt.dispatch) * 4096 + near
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    rows = []
-    for at in first.tolist():
-        tokens, tp, sp = sizes[size[at]]
-        placed = links.topologies[links.at[at]].layout
-        layout = structs.replace(placed, sp=sp, dispatch=DISPATCHES[dealt.dispatch[at]])
-        spread = ExpertShape(tokens, tp, sp, layout.ep, int(dealt.dispatch[at]), int(near[at]))
-        rows.append(MoECost.of(workload, spread, layout, layer))
-    return MoECost(*np.array(rows)[inverse.ravel()].T)
 
 
 def _sizes(workload: Workload, shape: BlockShape) -> tuple[int, int, bool]:
