@@ -6,7 +6,7 @@ estimate(workload).seconds
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 from msgspec import structs
@@ -97,12 +97,12 @@ def block_messages(block_cost: BlockCost) -> ExpertMessages:
 
 def overlap_savings(lane: Lane, costs: Costs) -> float:
     """Seconds that overlap saves a rank against F, I and W one after the other: messages that compute hides."""
-    seconds, first = 0.0, None
+    seconds, first, joined = 0.0, None, cache(costs.joined)
     for action in lane.actions:
         if action.kind is BACKWARD:
             seconds += costs.i[action.stage] + costs.w[action.stage] - costs.b[action.stage]
             if first is not None:
-                seconds += costs.f[first] + costs.b[action.stage] - costs.joined(first, action.stage)
+                seconds += costs.f[first] + costs.b[action.stage] - joined(first, action.stage)
         first = action.stage if action.joined else None
     return seconds
 

@@ -4,7 +4,7 @@ Each element of the arrays is a combination of choices. The cost of a block depe
 `BlockShape`), and is computed once for each by the functions that time a single layout.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -68,19 +68,28 @@ class ShapeCost:
 
     @classmethod
     def of(cls, workload: Workload, shape: BlockShape, layer: Layer) -> "ShapeCost":
+        [cost] = cls.of_kinds(workload, shape, [layer])
+        return cost
+
+    @classmethod
+    def of_kinds(cls, workload: Workload, shape: BlockShape, kinds: Iterable[Layer]) -> list["ShapeCost"]:
         workload = shape.of(workload)
-        spec, layout, software, cost = workload.spec, workload.layout, workload.software, workload.block_cost.of(layer)
-        activations = SavedByBlock(
-            spec=spec,
-            layer=layer,
-            layout=layout,
-            software=software,
-            tokens=cost.tokens,
-            seq=workload.seq,
-            activation_bytes=cost.activation_bytes,
-            imbalance=1.0,
-        )
-        return cls(cost, activations, loss_peak(spec, layout, software, cost.tokens), p2p_bytes(workload))
+        spec, layout, software, any_cost = workload.spec, workload.layout, workload.software, workload.block_cost
+        logits, sent = loss_peak(spec, layout, software, any_cost.tokens), p2p_bytes(workload)
+        costs = []
+        for layer in kinds:
+            activations = SavedByBlock(
+                spec=spec,
+                layer=layer,
+                layout=layout,
+                software=software,
+                tokens=any_cost.tokens,
+                seq=workload.seq,
+                activation_bytes=any_cost.activation_bytes,
+                imbalance=1.0,
+            )
+            costs.append(cls(any_cost.of(layer), activations, logits, sent))
+        return costs
 
     def under(self, recompute: Recompute) -> "ShapeCost":
         """The same but for recompute."""
@@ -96,14 +105,16 @@ class ShapeCost:
         return self.cost.under(structs.replace(self.cost.layout, schedule=SPLIT_BACKWARD_SCHEDULE))
 
 
-def shape_costs(workload: Workload, shapes: Iterable[BlockShape], layer: Layer) -> Iterator[ShapeCost]:
-    """One for each shape. What recompute does not decide is worked out once for shapes that differ in it alone and
-    follow each other."""
-    last: tuple[BlockShape, ShapeCost] | None = None
+def shape_costs(
+    workload: Workload, shapes: Iterable[BlockShape], kinds: Collection[Layer]
+) -> Iterator[list[ShapeCost]]:
+    """For each shape, one for each kind of layer. What recompute does not decide is worked out once for shapes that
+    differ in it alone and follow each other."""
+    last: tuple[BlockShape, list[ShapeCost]] | None = None
     for shape in shapes:
         if last is None or last[0] != shape._replace(recompute=last[0].recompute):
-            last = shape, ShapeCost.of(workload, shape, layer)
-        yield last[1].under(shape.recompute)
+            last = shape, ShapeCost.of_kinds(workload, shape, kinds)
+        yield [cost.under(shape.recompute) for cost in last[1]]
 
 
 class PipelineArrays(NamedTuple):
@@ -193,19 +204,22 @@ class BlockArrays(NamedTuple):
         )
 
 
-def shape_table(
-    numbers: Callable[[ShapeCost], tuple[float, ...]],
+def shape_tables(
     workload: Workload,
     shapes: list[BlockShape],
     at: Array,
-    layer: Layer,
-) -> Array:
-    """[fields, shapes] what `numbers` says of the shapes whose indices are in `at`; of others, zeros."""
+    numbers: Mapping[Layer, Callable[[ShapeCost], tuple[float, ...]]],
+) -> dict[Layer, Array]:
+    """Of each kind of layer, [fields, shapes] the numbers of the shapes whose indices are in `at`; of others zeros."""
     indices = used(at)
-    rows = list(map(numbers, shape_costs(workload, [shapes[index] for index in indices], layer)))
-    table = np.zeros((len(rows[0]), len(shapes)))
-    table[:, indices] = np.array(rows).T
-    return table
+    rows: dict[Layer, list[tuple[float, ...]]] = {layer: [] for layer in numbers}
+    for costs in shape_costs(workload, [shapes[index] for index in indices], numbers):
+        for (layer, of), cost in zip(numbers.items(), costs, strict=True):
+            rows[layer].append(of(cost))
+    tables = {layer: np.zeros((len(own[0]), len(shapes))) for layer, own in rows.items()}
+    for layer, own in rows.items():
+        tables[layer][:, indices] = np.array(own).T
+    return tables
 
 
 def used(numbers: Array) -> list[int]:

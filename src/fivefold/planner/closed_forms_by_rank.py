@@ -26,7 +26,7 @@ from fivefold.planner.closed_forms import (
     LinkArrays,
     PipelineArrays,
     by_pipeline,
-    shape_table,
+    shape_tables,
     used,
 )
 from fivefold.spec.model import ModelSpec
@@ -181,11 +181,8 @@ class ClosedForms:
     @cached_property
     def tables(self) -> dict[Layer, Array]:
         """Of each kind of layer, what a block costs, by shape."""
-        kinds = self.workload.spec.counted()
-        return {
-            layer: shape_table(BlockArrays.in_shape, self.workload, self.shapes, self.of.shape, layer)
-            for layer in kinds
-        }
+        kinds = dict.fromkeys(self.workload.spec.counted(), BlockArrays.in_shape)
+        return shape_tables(self.workload, self.shapes, self.of.shape, kinds)
 
     def by_kind(self, rows: Array) -> list[Closed]:
         """Of some elements, as if all layers were of one kind: one for each kind, in the order of `spec.counted()`."""

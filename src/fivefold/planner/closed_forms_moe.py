@@ -4,7 +4,7 @@ What a block costs without its experts depends on a few choices (a `BlockShape`)
 `ExpertShape`): each is worked out once, by the functions that time a single layout, and the closed forms add them up.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,10 +12,11 @@ import numpy as np
 from msgspec import structs
 
 from fivefold.cost.activations import ExpertActivationMemory
+from fivefold.cost.collective_time import Topology
 from fivefold.cost.moe import MoEBlock, Travel, block_share
 from fivefold.cost.peak_memory import cp_buffer_bytes
+from fivefold.cost.software import HIGH_PRECISION_BYTES
 from fivefold.cost.step import Workload
-from fivefold.layout.layout import Layout
 from fivefold.planner.closed_forms import (
     DISPATCHES,
     RECOMPUTES,
@@ -28,7 +29,7 @@ from fivefold.planner.closed_forms import (
     LinkArrays,
     ShapeCost,
     computing,
-    shape_table,
+    shape_tables,
     unlike,
 )
 from fivefold.planner.closed_forms_by_rank import ClosedForms, block_params
@@ -115,18 +116,19 @@ class MoECost(NamedTuple):
     worst: float  # bytes of backward on top of the former
 
     @classmethod
-    def of(cls, workload: Workload, spread: ExpertShape, layout: Layout, layer: Layer) -> "MoECost":
-        """`layout` is any that spreads experts so."""
-        cost = replace(workload, layout=layout, batch=layout.dp).block_cost
+    def of(cls, workload: Workload, spread: ExpertShape, topology: Topology, layer: Layer) -> "MoECost":
+        """`topology` is that of any layout that spreads experts so."""
+        layout = structs.replace(topology.layout, sp=spread.sp, dispatch=DISPATCHES[spread.dispatch])
+        device, activation_bytes = topology.device, HIGH_PRECISION_BYTES.get(workload.precision, 2)
         moe = MoEBlock(
             spec=workload.spec,
             layer=layer,
             layout=layout,
-            device=cost.device,
-            topology=cost.topology,
+            device=device,
+            topology=topology,
             software=workload.software,
             tokens=spread.tokens,
-            activation_bytes=cost.activation_bytes,
+            activation_bytes=activation_bytes,
             precision=workload.precision,
             imbalance=workload.imbalance,
         )
@@ -136,7 +138,7 @@ class MoECost(NamedTuple):
             layout=layout,
             software=workload.software,
             tokens=spread.tokens,
-            activation_bytes=cost.activation_bytes,
+            activation_bytes=activation_bytes,
             imbalance=workload.imbalance,
         )
         travel = Travel(moe)  # with backward passes in one piece, which hide most
@@ -144,7 +146,8 @@ class MoECost(NamedTuple):
         less, less_back = travel.hidden
         kernels = moe.gemm_seconds[0] + moe.memory_seconds[0]
         kernels_back = moe.gemm_seconds[1] + moe.gemm_seconds[2] + moe.memory_seconds[1]
-        added = cost.grad_accumulation_seconds(block_share(workload.spec, 1, spread.ep, layer).experts)
+        held = block_share(workload.spec, 1, spread.ep, layer).experts
+        added = device.stream(held * workload.software.accumulate_bytes, 0)
         return cls(
             forward=kernels + moe.ep_seconds[0] - less + moe.tp_seconds[0],
             backward=kernels_back + moe.ep_seconds[1] - less_back + moe.tp_seconds[1] + added,
@@ -198,13 +201,11 @@ class ExpertClosedForms(ClosedForms):
     @cached_property
     def tables(self) -> dict[Layer, Array]:
         """As for a model without experts, and of layers with experts what these cost is left out (`DenseCost`)."""
-        kinds = {layer: layer.routed for layer in self.workload.spec.counted()}
-        return {
-            layer: shape_table(
-                DenseCost.in_shape if routed else BlockArrays.in_shape, self.workload, self.shapes, self.of.shape, layer
-            )
-            for layer, routed in kinds.items()
+        kinds = {
+            layer: DenseCost.in_shape if layer.routed else BlockArrays.in_shape
+            for layer in self.workload.spec.counted()
         }
+        return shape_tables(self.workload, self.shapes, self.of.shape, kinds)
 
     @cached_property
     def spent(self) -> tuple[dict[Layer, Array], Array]:
@@ -217,10 +218,8 @@ class ExpertClosedForms(ClosedForms):
         first, at = unlike(size, dealt.ep, dealt.dispatch, near)
         spreads = []
         for one in first.tolist():
-            placed, dispatch = links.topologies[links.at[one]].layout, int(dealt.dispatch[one])
-            tokens, tp, sp = sizes[size[one]]
-            layout = structs.replace(placed, sp=sp, dispatch=DISPATCHES[dispatch])
-            spreads.append((ExpertShape(tokens, tp, sp, layout.ep, dispatch, int(near[one])), layout))
+            spread = ExpertShape(*sizes[size[one]], *(int(column[one]) for column in (dealt.ep, dealt.dispatch, near)))
+            spreads.append((spread, links.topologies[links.at[one]]))
         routed = [layer for layer in self.workload.spec.counted() if layer.routed]
         rows = {layer: [MoECost.of(self.workload, *spread, layer) for spread in spreads] for layer in routed}
         return {layer: np.array(costs).T.copy() for layer, costs in rows.items()}, at

@@ -140,8 +140,11 @@ def _options(workload: Workload, candidates: Space, by: By, fixed: dict[str, Any
     """The layouts that fit, timed: the fastest by the closed form, or those that need the least memory; few of a kind.
     Where none of the first fits, closed forms must leave more room, until only those with the least memory are left."""
     limit, node = workload.first_device.accelerator.memory * USABLE_FRACTION, workload.cluster.groups[0].gpus
-    seconds = _seconds_where_they_matter(candidates, limit * max(MEMORY_SHARES))
-    order = np.argsort(candidates.memory if by == "memory" else seconds, kind="stable")
+    seconds, roomy = np.full(len(candidates), np.inf), candidates.memory <= limit * max(MEMORY_SHARES)
+    may_fit, least = np.flatnonzero(roomy), _least_memory(candidates)  # the latter for where none of the others fits
+    matter = np.array([*may_fit, *(at for at in least if not roomy[at])], dtype=np.int64)
+    seconds[matter] = candidates.seconds_of(matter)
+    order = may_fit[np.argsort((candidates.memory if by == "memory" else seconds)[may_fit], kind="stable")]
     copies = fixed.get("replicate", 1)
     order = order[candidates.of.dp[order] % copies == 0]
     timed = _TimedLayouts(workload, candidates, seconds, limit, copies)
@@ -164,21 +167,15 @@ def _options(workload: Workload, candidates: Space, by: By, fixed: dict[str, Any
         few_of_a_kind(front, kind, PER_KIND, SURVIVORS, timed.take)
         if timed.options:
             return [*timed.options, *(timed.with_replicas() if by == "throughput" and "replicate" not in fixed else ())]
-    for at in _least_memory(candidates):
+    for at in least:
         timed.take(at)
     return timed.options
 
 
-def _seconds_where_they_matter(candidates: Space, limit: float) -> Array:
-    """The seconds of candidates that may fit, and of those that are tried where none does; of the others, infinity."""
-    seconds, matter = np.full(len(candidates), np.inf), candidates.memory <= limit
-    matter[_least_memory(candidates)] = True
-    seconds[matter] = candidates.seconds_of(np.flatnonzero(matter))
-    return seconds
-
-
 def _least_memory(candidates: Space) -> list[int]:
-    return [int(at) for at in np.argsort(candidates.memory, kind="stable")[:SURVIVORS]]
+    memory, most = candidates.memory, min(SURVIVORS, len(candidates)) - 1
+    least = np.flatnonzero(memory <= np.partition(memory, most)[most])  # of two million, these alone are sorted
+    return [int(at) for at in least[np.argsort(memory[least], kind="stable")[:SURVIVORS]]]
 
 
 @dataclass
