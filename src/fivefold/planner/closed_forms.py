@@ -159,7 +159,7 @@ def by_pipeline(of: Choices) -> Iterator[Array]:
 
 
 class BlockArrays(NamedTuple):
-    """Seconds and bytes of one block and of the ends, for a microbatch of a shape."""
+    """Seconds and bytes of one block and of the ends, for a microbatch of a shape; `Columns` of these for many."""
 
     forward: float
     backward: float
@@ -202,6 +202,21 @@ class BlockArrays(NamedTuple):
             p2p_bytes=shape.p2p_bytes,
             full=recompute == "full",
         )
+
+
+class Columns:
+    """`Columns(BlockArrays, table, at).saved`: a row of a table by its name, for many elements, each of which has a
+    column. Gathered when asked for: formulas of memory need few of them."""
+
+    def __init__(self, names: type[NamedTuple], table: Array, at: Array) -> None:
+        self._names, self._table, self._at = names._fields, table, at
+
+    def __getattr__(self, name: str) -> Array:
+        if name not in self._names:
+            raise AttributeError(name)
+        values: Array = self._table[self._names.index(name)][self._at]
+        setattr(self, name, values)
+        return values
 
 
 def shape_tables(
@@ -321,7 +336,7 @@ class Closed:
 
     workload: Workload
     of: Choices
-    block: BlockArrays  # of arrays
+    block: Any  # arrays with the names of `BlockArrays`
     block_params: ParamShare  # parameters of a block on one rank
     pipelines: list[PipelineArrays]
     links: LinkArrays

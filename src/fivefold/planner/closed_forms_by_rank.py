@@ -23,6 +23,7 @@ from fivefold.planner.closed_forms import (
     BlockShape,
     Choices,
     Closed,
+    Columns,
     LinkArrays,
     PipelineArrays,
     by_pipeline,
@@ -190,7 +191,7 @@ class ClosedForms:
         return [self._of_kind(of, links, rows, layer) for layer in self.workload.spec.counted()]
 
     def _of_kind(self, of: Choices, links: LinkArrays, rows: Array, layer: Layer) -> Closed:
-        spec, block = self.workload.spec, BlockArrays(*self.tables[layer][:, of.shape])
+        spec, block = self.workload.spec, Columns(BlockArrays, self.tables[layer], of.shape)
         # Where layers are alike, what tp does not divide, which is little, counts as if it did.
         dense: Any = spec.block_parameter_count(layer) / of.tp
         params = ParamShare(dense, 0.0) if len(spec.counted()) == 1 else block_params(spec, of, layer)

@@ -25,6 +25,7 @@ from fivefold.planner.closed_forms import (
     BlockShape,
     Choices,
     Closed,
+    Columns,
     EpChoices,
     LinkArrays,
     ShapeCost,
@@ -230,56 +231,107 @@ class ExpertClosedForms(ClosedForms):
         return np.array([RECOMPUTES.index(shape.recompute) for shape in self.shapes])
 
     def _of_kind(self, of: Choices, links: LinkArrays, rows: Array, layer: Layer) -> Closed:
-        columns, params = (
-            self.tables[layer][:, of.shape],
-            block_params(self.workload.spec, of, layer, self.dealt.ep[rows]),
-        )
+        params = block_params(self.workload.spec, of, layer, self.dealt.ep[rows])
+        block: Any = Columns(BlockArrays, self.tables[layer], of.shape)
         if layer.routed:
             costs, at = self.spent
-            spent = MoECost(*costs[layer][:, at[rows]])
-            block = _with_experts(self.workload, DenseCost(*columns), spent, self.recompute[of.shape])
-        else:
-            block = BlockArrays(*columns)
+            block = ExpertBlock(
+                Columns(DenseCost, self.tables[layer], of.shape),
+                Columns(MoECost, costs[layer], at[rows]),
+                self.recompute[of.shape],
+                self.workload.software.computes_itself,
+            )
         return ExpertClosed(self.workload, of, block, params, self.pipelines, links)
 
 
-def _with_experts(workload: Workload, dense: DenseCost, spent: MoECost, recompute: Array) -> BlockArrays:
-    """A block with experts; all are arrays."""
-    again = np.choose(recompute, [0.0, spent.moved, spent.forward])
-    forward, backward = dense.forward + spent.forward, dense.backward + spent.backward + again
-    on_cpus = workload.software.computes_itself  # launching hides behind nothing, as on one layout (`BlockCost`)
-    wait = np.maximum(0.0, dense.launching - (0.0 if on_cpus else forward + backward))
-    held = np.choose(recompute, [spent.everything, spent.outputs, 0.0])
-    twice = recompute == RECOMPUTES.index("full")
-    forward_fraction = 1 / np.where(twice, 3, 2)  # of the host's work
-    computed: dict[str, Any] = {
-        "forward": forward + forward_fraction * wait,
-        "backward": backward + (1 - forward_fraction) * wait,
-        "computing": dense.computing + spent.kernels,
-        "computing_back": dense.computing_back + spent.kernels_back + again,
-        "waiting": 0.0 * wait if on_cpus else wait,
-        "paired": _hidden_by_pair(spent, forward, backward, twice),
-        "saved": dense.saved + held,
-        "transient": dense.recomputed + spent.everything - held + spent.worst + dense.passing,
-    }
-    same = ("inter_node_backward", "unhidden", "ends", "logits", "p2p_bytes", "full")
-    return BlockArrays(**computed, **{name: getattr(dense, name) for name in same})
+@dataclass(frozen=True)
+class ExpertBlock:
+    """A block with experts: the arrays of `BlockArrays`, each worked out when asked for."""
 
+    dense: Any  # arrays of `DenseCost`
+    spent: Any  # and of `MoECost`
+    recompute: Array  # indices into RECOMPUTES
+    on_cpus: bool  # launching hides behind nothing there, as on one layout (`BlockCost`)
 
-def _hidden_by_pair(spent: MoECost, forward: Any, backward: Any, twice: Array) -> Array:
-    """Seconds that a joined pair hides of a block's messages, nearly at most: each behind the turn of the other half
-    that comes after it, in the middle of a stage; at its ends there is less to hide behind.
+    def __getattr__(self, name: str) -> Any:
+        """What the experts do not change."""
+        if name not in ("inter_node_backward", "unhidden", "ends", "logits", "p2p_bytes", "full"):
+            raise AttributeError(name)
+        return getattr(self.dense, name)
 
-    `twice`: backward runs forward again, first, and has messages that no turn of a forward pass is left for. No pair is
-    shorter than all of its messages, which share a link.
-    """
-    rest = forward - spent.dispatch - spent.combine - spent.computing
-    rest_back = backward - spent.dispatch_back - spent.combine_back - spent.computing_back
-    rest_back = rest_back - twice * (spent.dispatch + spent.combine)
-    ahead = np.minimum(spent.dispatch, rest_back) + np.minimum(spent.combine, spent.computing_back)
-    back = np.minimum(spent.combine_back, spent.computing) + np.minimum(spent.dispatch_back, rest)
-    link = (1 + twice) * spent.link + spent.link_back
-    return np.asarray(np.maximum(0.0, np.minimum(ahead + back, forward + backward - link)))
+    @cached_property
+    def _twice(self) -> Array:
+        """Whether backward runs forward again."""
+        return self.recompute == RECOMPUTES.index("full")
+
+    @cached_property
+    def _again(self) -> Array:
+        return np.choose(self.recompute, [0.0, self.spent.moved, self.spent.forward])
+
+    @cached_property
+    def _passes(self) -> tuple[Array, Array]:
+        """Seconds of forward and backward, if no kernel waits for the host."""
+        dense, spent = self.dense, self.spent
+        return dense.forward + spent.forward, dense.backward + spent.backward + self._again
+
+    @cached_property
+    def _wait(self) -> Array:
+        return np.maximum(0.0, self.dense.launching - (0.0 if self.on_cpus else sum(self._passes)))
+
+    @cached_property
+    def _forward_fraction(self) -> Array:
+        """Of the host's work."""
+        return np.asarray(1 / np.where(self._twice, 3, 2))
+
+    @cached_property
+    def forward(self) -> Array:
+        return self._passes[0] + self._forward_fraction * self._wait
+
+    @cached_property
+    def backward(self) -> Array:
+        return self._passes[1] + (1 - self._forward_fraction) * self._wait
+
+    @property
+    def computing(self) -> Array:
+        return np.asarray(self.dense.computing + self.spent.kernels)
+
+    @property
+    def computing_back(self) -> Array:
+        return np.asarray(self.dense.computing_back + self.spent.kernels_back + self._again)
+
+    @property
+    def waiting(self) -> Array:
+        return 0.0 * self._wait if self.on_cpus else self._wait
+
+    @cached_property
+    def _held(self) -> Array:
+        return np.choose(self.recompute, [self.spent.everything, self.spent.outputs, 0.0])
+
+    @cached_property
+    def saved(self) -> Array:
+        return np.asarray(self.dense.saved + self._held)
+
+    @property
+    def transient(self) -> Array:
+        dense, spent = self.dense, self.spent
+        return np.asarray(dense.recomputed + spent.everything - self._held + spent.worst + dense.passing)
+
+    @property
+    def paired(self) -> Array:
+        """Seconds that a joined pair hides of a block's messages, nearly at most: each behind the turn of the other
+        half that comes after it, in the middle of a stage; at its ends there is less to hide behind.
+
+        Where backward runs forward again, it does so first, and has messages that no turn of a forward pass is left
+        for. No pair is shorter than all of its messages, which share a link.
+        """
+        spent, twice, (forward, backward) = self.spent, self._twice, self._passes
+        rest = forward - spent.dispatch - spent.combine - spent.computing
+        rest_back = backward - spent.dispatch_back - spent.combine_back - spent.computing_back
+        rest_back = rest_back - twice * (spent.dispatch + spent.combine)
+        ahead = np.minimum(spent.dispatch, rest_back) + np.minimum(spent.combine, spent.computing_back)
+        back = np.minimum(spent.combine_back, spent.computing) + np.minimum(spent.dispatch_back, rest)
+        link = (1 + twice) * spent.link + spent.link_back
+        return np.asarray(np.maximum(0.0, np.minimum(ahead + back, forward + backward - link)))
 
 
 def _sizes(workload: Workload, shape: BlockShape) -> tuple[int, int, bool]:
