@@ -51,7 +51,7 @@ PRELOADED_MODULES += [
     "torch.utils.tensorboard",
     "hypothesis",
 ]
-_GPU = ("optim.kernels", "grouped_triton")  # need triton, which CPU builds of torch come without
+_GPU = ("optim.kernels", "triton_kernels")  # need triton, which CPU builds of torch come without
 PRELOADED_MODULES += ["pytest", "rich._emoji_codes", "torch.utils.serialization.config"]
 # What takes longer to import than the tests that need it take: each worker of pytest-xdist imports all tests, and each
 # rank that compiles imports PyTorch's compiler.

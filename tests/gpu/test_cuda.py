@@ -19,14 +19,16 @@ from fivefold.launch.device import make_repeatable
 from fivefold.model import philox
 from fivefold.model.compiler import compilation, compile_function
 from fivefold.model.decoder import Decoder, Dropout
+from fivefold.model.dispatch import Permute, Unpermute, inverse
 from fivefold.model.fp8 import Fp8GroupedLinear, fp8_linear
 from fivefold.model.grouped import GroupedLinear, Groups
 from fivefold.model.init import init_param, initialise
 from fivefold.model.kernels import Tiles
-from fivefold.model.layers import TokenPositions
-from fivefold.model.linear_cross_entropy import add_product
+from fivefold.model.layers import TokenPositions, accum_dtype
+from fivefold.model.linear_cross_entropy import add_product, log_sum_exp_of
 from fivefold.model.masks import causal_spans
 from fivefold.model.ops import LocalOps
+from fivefold.model.router import sort_by_expert
 from fivefold.optim.adamw import AdamW
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec.presets import preset
@@ -230,6 +232,43 @@ def test_products_of_experts_in_a_graph_are_those_of_a_loop(product: Any, sizes:
         assert (found - wanted).norm() / wanted.norm() < 2**-6  # three roundings to bfloat16, and fast sums
     none = torch.tensor([not size for size in sizes])
     assert not results[1][2].unflatten(0, (len(sizes), -1))[none].any()
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("tokens", "width", "top_k"), [(1, 40, 1), (77, 200, 3), (300, 2048, 8), (0, 64, 2)])
+def test_rows_to_experts_and_back_are_those_of_the_cpu(kind: torch.dtype, tokens: int, width: int, top_k: int) -> None:
+    """Each sum has at most top_k or `width` terms in float32, and what is returned is rounded once."""
+    random, experts = torch.Generator().manual_seed(0), 12
+    chosen = torch.rand(tokens, experts, generator=random).argsort(1)[:, :top_k]
+    order, _ = sort_by_expert(chosen, experts)
+    x, slope = (torch.randn(tokens, width, generator=random).to(kind) for _ in range(2))
+    weights = torch.rand(tokens, top_k, generator=random).to(accum_dtype(kind))
+    results = []
+    for device in ("cpu", "cuda", "cuda"):
+        given = [one.to(device).requires_grad_() for one in (x, weights)]
+        at = order.to(device)
+        rows = Permute.apply(given[0], at, inverse(at))
+        y = Unpermute.apply(rows * 1.5, given[1], at, inverse(at))
+        y.backward(slope.to(device))
+        results.append([one.cpu() for one in (rows.detach(), y.detach(), *(one.grad for one in given))])
+    for found, again, wanted in zip(results[1], results[2], results[0], strict=True):
+        assert torch.equal(found, again)
+        eps = torch.finfo(found.dtype).eps
+        terms = width**0.5 * 10 * torch.finfo(accum_dtype(kind)).eps
+        assert ((found - wanted).abs() <= 2 * eps * wanted.abs() + terms).all()
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("words", [1, 500, 8192, 20_011])
+def test_a_log_sum_exp_takes_one_pass_and_large_numbers(kind: torch.dtype, words: int) -> None:
+    random = torch.Generator("cuda").manual_seed(0)
+    logits = (20 * torch.randn(9, words, device="cuda", generator=random)).to(kind)
+    logits[0] = 60_000
+    logits[1] = torch.arange(words, device="cuda")  # the largest comes last
+    logits[2, 1:] = -torch.inf
+    found = log_sum_exp_of(logits, torch.float32)
+    torch.testing.assert_close(found, logits.double().logsumexp(-1).float(), rtol=2e-6, atol=2e-6)
+    assert torch.equal(found, log_sum_exp_of(logits, torch.float32))
 
 
 def test_a_sum_of_squares_is_the_same_every_time_and_exact() -> None:

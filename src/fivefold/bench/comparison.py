@@ -8,7 +8,9 @@ All ranks wait for each other between steps; a system of one process has the mac
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from msgspec import structs
@@ -36,6 +38,7 @@ from fivefold.launch import processes
 from fivefold.layout.layout import Layout
 from fivefold.losses.cross_entropy import PLAIN
 from fivefold.render.blocks import Block, Result, Text
+from fivefold.spec.blocks import RopeScaling
 from fivefold.spec.hf import to_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
@@ -45,6 +48,8 @@ from fivefold.support.text import plural
 # PyTorch's own implementation of each axis.
 PYTORCH_PEERS = {"dp": "DDP", "zero": "FSDP2", "tp": "DTensor", "pp": "pipelining"}
 BARE_LOOP = "bare loop"
+# Kinds of config.json by the model of torchtitan that is the same.
+TORCHTITAN_FAMILIES = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3"}
 COLUMNS = {
     "~system": "system", ">s/step": "seconds:.3f", ">slowest": "slowest:.3f", ">of single": "of_its_single:.3f",
     ">limit": "limit:.3f", ">of bare": "of_bare:.3f", ">loss": "loss:.4f",
@@ -277,6 +282,23 @@ def _hf_problems(model: ModelSpec) -> list[str]:
     except UserError as error:
         return list(error.problems)
     return []
+
+
+def torchtitan_problems(model: ModelSpec) -> list[str]:
+    """Why torchtitan's Llama 3 and Qwen3 are not this model."""
+    try:
+        kind = to_hf_config(model, "float32")["model_type"]
+    except UserError as error:
+        return list(error.problems)
+    if kind not in TORCHTITAN_FAMILIES:
+        return [f"torchtitan is measured with {', '.join(TORCHTITAN_FAMILIES)}, and {model.name} is {kind}"]
+    if kind == "llama" and (model.tied or (model.rope_scaling and not isinstance(model.rope_scaling, RopeScaling))):
+        return [f"torchtitan's Llama 3 is untied with Llama 3's rotation, and {model.name} is not; nearest: llama3-8b"]
+    with suppress(PackageNotFoundError):
+        if (installed := version("torchtitan")).startswith("0.2."):
+            return []
+        return [f"torchtitan {installed} is installed, and 0.2 is measured; nearest: pip install torchtitan==0.2.2"]
+    return ["it is not installed; nearest: pip install --no-deps torchtitan==0.2.2 tyro typeguard docstring_parser"]
 
 
 def only_ours(job: Job) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec import structs
 
-from fivefold.bench.comparison import of_one_process, only_ours
+from fivefold.bench.comparison import of_one_process, only_ours, torchtitan_problems
 from fivefold.bench.harness import HUGGING_FACE, OURS, OnProgress, choices, ratio, refuse, table, too_small, turns
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.job.config import Job, TraceConfig
@@ -30,12 +30,16 @@ from fivefold.support.text import bytes_text, plural, si
 
 CPU = "CPU"
 _TIMEOUT_S = 24 * 3600.0  # seconds: in practice no limit, the user ends a measurement that takes too long
+TORCHTITAN, TORCHTITAN_BF16 = "torchtitan", "torchtitan, all bf16"
+PEERS = (HUGGING_FACE, TORCHTITAN, TORCHTITAN_BF16)
 AGAINST = {
     "fp8": "fivefold, 8-bit products",
     "fp8_experts": "fivefold, 8-bit experts",
     "deterministic": "fivefold, same bits",
     "eager": "fivefold, eager",
     "hf": HUGGING_FACE,
+    "torchtitan": TORCHTITAN,
+    "torchtitan_bf16": TORCHTITAN_BF16,
 }
 TIME_COLUMNS = {
     "~system": "system", ">ms/step": "step:.1f", ">from": "from:.1f", ">to": "to:.1f", ">tokens/s": "rate:,.0f",
@@ -279,8 +283,9 @@ def read(words: list[str]) -> Job:
 def systems(job: Job, against: str) -> dict[str, Job]:
     """The job of each system that takes part, by the system's name."""
     wanted = [word for word in choices(against, "--against", [*AGAINST, "none"]) if word != "none"]
-    if "hf" in wanted and (problems := only_ours(job)):
-        raise UserError((f"--against hf: {problem}" for problem in problems), "bench.against")
+    for word in (word for word in wanted if AGAINST[word] in PEERS):
+        if found := only_ours(job) or ([] if word == "hf" else torchtitan_problems(job.model)):
+            raise UserError((f"--against {word}: {problem}" for problem in found), "bench.against")
     for word in ("fp8", "fp8_experts", "deterministic"):
         if word in wanted and getattr(job.train, word):
             raise UserError(
@@ -293,9 +298,9 @@ def systems(job: Job, against: str) -> dict[str, Job]:
             setting = f"train.compile={job.train.compile}"
             raise UserError(f"--against eager: with {setting} the job is not compiled here itself", "option.conflict")
     jobs = {OURS: job}
-    changed: dict[str, dict[str, Any]] = {"hf": {}, "eager": {"compile": "off"}}
     for word in wanted:
-        train = structs.replace(job.train, **changed.get(word, {word: True}))
+        peer = AGAINST[word] in PEERS
+        train = structs.replace(job.train, **({} if peer else {"compile": "off"} if word == "eager" else {word: True}))
         jobs[AGAINST[word]] = structs.replace(job, train=train)
     refuse([f"{name}: {problem}" for name, changed_job in jobs.items() for problem in changed_job.problems(world=1)])
     return jobs
@@ -312,7 +317,7 @@ def measure(
         on_progress(f"{name}: compiles, warms up, and takes {steps} steps; round {number + 1} of {rounds}")
         job, in_this_turn = jobs[name], extras if number == 0 and name == OURS else Extras()
         with _directory(Path(job.run.dir).expanduser()) as path:
-            arguments = job, name == HUGGING_FACE, steps, in_this_turn, path
+            arguments = job, name, steps, in_this_turn, path
             turns_by_system[name] += processes.run(1, "fivefold.bench.train_rank:run", *arguments, timeout=_TIMEOUT_S)
     floor: list[FloorPart] = []
     if extras.floor:

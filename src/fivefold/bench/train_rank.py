@@ -20,8 +20,10 @@ from msgspec import structs
 from torch.profiler import ProfilerActivity, profile
 
 from fivefold.bench.baselines import HuggingFaceSystem, RankBatch
+from fivefold.bench.harness import HUGGING_FACE
 from fivefold.bench.steps import MIN_WARM_UP_STEPS, StepCase, Timed
-from fivefold.bench.train import CPU, Extras, Saved, TrainTurn
+from fivefold.bench.torchtitan import TorchtitanSystem
+from fivefold.bench.train import CPU, PEERS, TORCHTITAN, Extras, Saved, TrainTurn
 from fivefold.checkpoint.store import Store
 from fivefold.data.batch import Batch, read_batch
 from fivefold.data.rows import Splits
@@ -42,6 +44,7 @@ from fivefold.verifier.cases import write_tokens
 _WARM_UP_STEPS = (
     5  # steps of a turn before the timed ones: kernels are compiled and chosen, memory is allocated, clocks settle
 )
+_PEER_LR = 1e-4  # of other systems, whose steps take as long with any
 _BATCH_COUNT = 4  # with different tokens
 _PROFILED_STEPS = 2  # steps
 # The kind of a kernel: that of the first pattern that matches its name.
@@ -58,18 +61,24 @@ KERNEL_KINDS = {
 }
 
 
-def run(rank: Rank, job: Job, hugging_face: bool, steps: int, extras: Extras, path: Path) -> TrainTurn:
+def run(rank: Rank, job: Job, system: str, steps: int, extras: Extras, path: Path) -> TrainTurn:
     device = choose_device(job.train.device)
     if slow := check_bfloat16(device, job.train.dtype):
         raise UserError(f"nothing is measured: {slow}", "bench.dtype")
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     make_repeatable(job.train)
-    if hugging_face:
-        watch = Watch(_WARM_UP_STEPS, steps)
-        _hugging_face(job, write_random_tokens(path, job), device, watch, _WARM_UP_STEPS + steps)
-        return watch.turn(device, _parameters(job, "no masters"))
-    return ours(job, device, Watch(_WARM_UP_STEPS, steps), path, extras)
+    watch = Watch(_WARM_UP_STEPS, steps)
+    if system not in PEERS:
+        return ours(job, device, watch, path, extras)
+    sources, batches = write_random_tokens(path, job), _WARM_UP_STEPS + steps
+    masters = system == TORCHTITAN
+    if system == HUGGING_FACE:
+        loop: HuggingFaceSystem | TorchtitanSystem = HuggingFaceSystem(job, RankBatch([], 0), device, lr=_PEER_LR)
+    else:
+        loop = TorchtitanSystem(job, device, masters=masters, lr=_PEER_LR)
+    _peer(loop, job, sources, device, watch, batches)
+    return watch.turn(device, "float32, autocast" if masters else _parameters(job, "no masters"))
 
 
 def one_case(rank: Rank, case: StepCase, wanted: str, dtype: str, steps: int, warm: float) -> Timed:
@@ -255,9 +264,15 @@ class Profile:
         return sorted(kernels, key=lambda kernel: -kernel["seconds"])
 
 
-def _hugging_face(job: Job, sources: Splits, device: torch.device, watch: Watch, steps: int) -> None:
-    """Take `steps` steps of Hugging Face's model on the job's batches."""
-    loop = HuggingFaceSystem(job, RankBatch([], 0), device, lr=1e-4)
+def _peer(
+    loop: HuggingFaceSystem | TorchtitanSystem,
+    job: Job,
+    sources: Splits,
+    device: torch.device,
+    watch: Watch,
+    steps: int,
+) -> None:
+    """Take `steps` steps of another system on the job's batches."""
     size, data = job.train.batch, job.data
 
     def read(number: int) -> Batch:

@@ -33,8 +33,9 @@ _Words = Annotated[
 _Against = Annotated[
     str,
     typer.Option(
-        help="Comma-separated: hf (Hugging Face transformers, compiled), fp8 (8-bit matmuls), fp8_experts (8-bit "
-        "expert matmuls only), deterministic (the same bits every time), eager (not compiled)."
+        help="Comma-separated: hf (Hugging Face transformers, compiled), torchtitan (0.2: float32 weights under "
+        "autocast, its default on one GPU), torchtitan_bf16, fp8 (8-bit matmuls), fp8_experts (8-bit expert "
+        "matmuls only), deterministic (the same bits every time), eager (not compiled)."
     ),
 ]
 _Steps = Annotated[

@@ -30,6 +30,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
+from fivefold.launch import fork_server
 from fivefold.launch.exits import STOP_SIGNALS, End, signal_name
 from fivefold.launch.group import join
 from fivefold.launch.heartbeat import BEATS_ENV, Board
@@ -83,7 +84,7 @@ class Processes:
                 importlib.import_module(name)
         elif hasattr(os, "fork"):
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(PRELOADED_MODULES)
+            fork_server.start(PRELOADED_MODULES)
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             place = {

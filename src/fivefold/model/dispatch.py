@@ -148,11 +148,14 @@ class Permute(Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, row_of: Tensor) -> Tensor:
         ctx.save_for_backward(row_of)
         ctx.shape, ctx.top_k = x.shape, max(1, len(order) // max(1, x.shape[0]))
-        return x[order // ctx.top_k]
+        return kernels.permute(x, row_of) if (kernels := _kernels(x)) else x[order // ctx.top_k]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        # In a graph the sum is fused with that of the gradients of gate and up, which it adds.
+        if not torch.compiler.is_compiling() and (kernels := _kernels(gradient)):
+            return kernels.combine(gradient, ctx.saved_tensors[0], None, ctx.shape[0]), None, None
         row_of = ctx.saved_tensors[0].view(-1, ctx.top_k)
         # One of the K at a time: compiled, one kernel that reads whole rows.
         total = gradient.new_zeros(ctx.shape, dtype=accum_dtype(gradient.dtype))
@@ -167,6 +170,8 @@ class Unpermute(Function):
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, weights: Tensor, order: Tensor, row_of: Tensor) -> Tensor:
         ctx.save_for_backward(outputs, weights, order, row_of)
+        if kernels := _kernels(outputs):
+            return kernels.combine(outputs, row_of, weights, weights.shape[0])
         total = weights.new_zeros(weights.shape[0], outputs.shape[1])
         for rows, weight in zip(row_of.view(weights.shape).unbind(1), weights.unbind(1), strict=True):
             total = total + outputs[rows] * weight[:, None]
@@ -176,6 +181,17 @@ class Unpermute(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         outputs, weights, order, row_of = ctx.saved_tensors
+        if kernels := _kernels(outputs):
+            return *kernels.combine_backward(gradient, outputs, weights, row_of), None, None
         dy = gradient[order // weights.shape[1]].to(weights.dtype)
         for_weights = (dy * outputs).sum(-1)[row_of].view(weights.shape)
         return dy.mul_(weights.flatten()[order][:, None]).to(outputs.dtype), for_weights, None, None
+
+
+def _kernels(rows: Tensor) -> Any:
+    """The kernels for rows on a GPU: each token's row is read or written once, not once for each of its experts."""
+    if not rows.is_cuda:
+        return None
+    from fivefold.model import triton_kernels  # Triton's import takes a second
+
+    return triton_kernels if rows.shape[1] <= triton_kernels.MAX_WIDTH else None

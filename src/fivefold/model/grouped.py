@@ -119,9 +119,9 @@ def _(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 def zero_empty_groups(gradients: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:
     """Zero the gradients of empty groups, [G, O, I], in place: the kernel may not write them."""
     if gradients.is_cuda:
-        from fivefold.model import grouped_triton  # Triton's import takes a second
+        from fivefold.model import triton_kernels  # Triton's import takes a second
 
-        return grouped_triton.zero_empty_groups(gradients, ends)
+        return triton_kernels.zero_empty_groups(gradients, ends)
     if sizes is not None and all(sizes):
         return gradients
     empty = ends.diff(prepend=ends.new_zeros(1)) == 0

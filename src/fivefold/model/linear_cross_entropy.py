@@ -142,10 +142,18 @@ def _statistics(loss: Loss, logits: Tensor, words: Words) -> tuple[Tensor, Seque
     if not logits.shape[-1]:
         zeros = logits.new_zeros(words.column.shape, dtype=words.dtype)
         return zeros - torch.inf, [zeros] * loss.reduced
-    largest = logits.amax(-1).to(words.dtype)
-    below = logits - largest[:, None] if logits.dtype == words.dtype else logits.to(words.dtype).sub_(largest[:, None])
-    lse = largest + below.exp_().sum(-1).log()
-    return lse, loss.sums(logits, words)
+    return log_sum_exp_of(logits, words.dtype), loss.sums(logits, words)
+
+
+def log_sum_exp_of(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of each row, in `dtype`."""
+    if logits.is_cuda and logits.dtype != dtype:
+        from fivefold.model.triton_kernels import log_sum_exp  # Triton's import takes a second
+
+        return log_sum_exp(logits)
+    largest = logits.amax(-1).to(dtype)
+    below = logits - largest[:, None] if logits.dtype == dtype else logits.to(dtype).sub_(largest[:, None])
+    return largest + below.exp_().sum(-1).log()
 
 
 def _slope(loss: Loss, logits: Tensor, lse: Tensor, sums: list[Tensor], words: Words) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fivefold.data.batch import Batch, DpShare
@@ -120,6 +121,12 @@ class ExpertLoads:
 
 
 # ---- engine ---------------------------------------------------------------------------------------------------------
+
+
+def _on_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """A copy, for which the host does not wait: it would, for the device to get there, if the memory was not pinned."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class RankModel:
@@ -251,7 +258,7 @@ class Engine(RankModel):
         """This cp rank's share of the tokens, on its device."""
         share = self.context.share(batch)
         tokens, targets, mask, samples = (
-            torch.from_numpy(array).to(self.mesh.device, non_blocking=True)
+            _on_device(array, self.mesh.device)
             for array in (share.tokens, share.targets, share.loss_mask, batch.samples)
         )
         # All microbatches have the same position_ids: one tensor of them, and so one rotation, serves the whole run.
