@@ -57,7 +57,7 @@ from fivefold.trainer.loop import Stopped, Trainer
 from fivefold.trainer.outputs import Display, Outputs, vanishing
 from fivefold.trainer.records import Evaluation, Listener
 from fivefold.trainer.restart_limit import count_start
-from fivefold.trainer.restart_time import Recovery
+from fivefold.trainer.restart_time import RestartTimer
 from fivefold.trainer.result import LOAD_PICTURE, ExpertsResult
 from fivefold.trainer.resuming import SCHEDULE_FILE, Start, differences
 from fivefold.trainer.spikes import DECISIONS_FILE as DECISIONS
@@ -191,7 +191,7 @@ class _RankRun:
     trainer: Trainer
     checkpointing: Checkpoints
     begun: Checkpoint | None = None  # from which it goes on
-    recovery: Recovery | None = None
+    restart_timer: RestartTimer | None = None
 
     def __init__(self, job: Job, sources: Splits, world: worlds.World, console: Console, mesh: Mesh):
         self.job, self.sources, self.world, self.console, self.mesh = job, sources, world, console, mesh
@@ -231,14 +231,14 @@ class _RankRun:
     def resume(self) -> None:
         """Load what there is, and say from where, and what differs from the run so far."""
         trainer, console, world, note = self.trainer, self.console, self.world, self.note
-        self.recovery = _recovery(self.directory, world, note) if self.again else None
+        self.restart_timer = _time_restart(self.directory, world, note) if self.again else None
         decided = _on_rank_0(self.control, lambda: _earlier_decisions(self.directory, note)) or KnownDecisions()
         trainer.policy.say = note
         trainer.policy.learn(self.control.broadcast_value(decided, KnownDecisions))
         trainer.policy.directory = self.directory if world.rank == 0 else None
         self.begun = self.checkpointing.restore()
-        if self.recovery is not None:
-            self.recovery.loaded(trainer.done, world.size, str(self.job.layout))
+        if self.restart_timer is not None:
+            self.restart_timer.end_load(trainer.done, world.size, str(self.job.layout))
         if self.checkpointing.initial_weights:
             console.print(f"[bold]starts[/] with the weights of {self.checkpointing.initial_weights}", soft_wrap=True)
         if self.begun is not None:
@@ -275,8 +275,8 @@ class _RankRun:
             self.note(self.slow)
         display = Display(console, job.train.steps, marks, job.train.log_every, outputs.earlier)
         begin = time.monotonic()
-        recovery = [self.recovery] if self.recovery else []
-        evaluation = self._steps([outputs, display, *recovery, *listeners], outputs)
+        restart_timer = [self.restart_timer] if self.restart_timer else []
+        evaluation = self._steps([outputs, display, *restart_timer, *listeners], outputs)
         tell_spares()
         seconds = time.monotonic() - begin
         _show_rest(console, outputs, trainer, job, self.directory)
@@ -330,13 +330,14 @@ def _show_load(console: Console, outputs: Outputs, job: Job, directory: Path) ->
         render(load.blocks(), console, width_of(console))
 
 
-def _recovery(directory: Path, world: worlds.World, say: Callable[[str], None]) -> Recovery | None:
-    """The timing of a restart, on rank 0 of a run that a launcher has restarted."""
-    planned = float(os.environ.get(worlds.PLANNED_ENV, 0))
-    recovery = Recovery.after_restart(directory, planned, world.apart or not world.meeting.file, say)
-    if recovery is not None:
-        recovery.loads()
-    return recovery
+def _time_restart(directory: Path, world: worlds.World, say: Callable[[str], None]) -> RestartTimer | None:
+    """The timer of a run that a launcher has restarted, on rank 0, as the load begins."""
+    replan = float(os.environ.get(worlds.PLANNED_ENV, 0))
+    replanned_here = world.apart or not world.meeting.file  # else the launcher of this machine has chosen the layout
+    timer = RestartTimer.of_run(directory, replan, replanned_here=replanned_here, say=say)
+    if timer is not None:
+        timer.start_load()
+    return timer
 
 
 def _on_rank_0(control: Control, do: Callable[[], T]) -> T | None:
