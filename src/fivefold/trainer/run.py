@@ -51,8 +51,14 @@ from fivefold.support.files import cannot_write, put
 from fivefold.support.plugins import digests, options, plugin_error
 from fivefold.support.text import graphs_text, plural, si
 from fivefold.trainer.checkpointing import Checkpoints
-from fivefold.trainer.directories import JOB_FILE, complete, enter_directory, has_trained, store
-from fivefold.trainer.directories import claim as claim_directory
+from fivefold.trainer.directories import (
+    JOB_FILE,
+    enter_directory,
+    lists_run,
+    lock_directory,
+    resumable_checkpoints,
+    run_store,
+)
 from fivefold.trainer.loop import Stopped, Trainer
 from fivefold.trainer.outputs import Display, Outputs, vanishing
 from fivefold.trainer.records import Evaluation, Listener
@@ -221,7 +227,7 @@ class _RankRun:
         trainer = self.trainer = Trainer(job, self.sources, mesh)
         same_order(control, mesh, trainer.engine.communication_order)
         trainer.guard.watch(leaving.enter_context(closing(Control(mesh, job.train.timeout))), self.note)
-        self.checkpointing = Checkpoints(store(job, self.directory), control, trainer, self.note)
+        self.checkpointing = Checkpoints(run_store(job, self.directory), control, trainer, self.note)
         leaving.callback(self.checkpointing.close)
         if self.world.rank == 0:
             show_job(self.console, job, mesh)
@@ -358,11 +364,11 @@ def _begun(job: Job, sources: Splits, start: Start) -> tuple[Path, bool]:
     so that the run resumes without the file."""
     chosen = start.checked(job, sources)
     again = worlds.starts_before() > 0 or (
-        worlds.PLANNED_ENV in os.environ and chosen is not None and has_trained(job, chosen)
+        worlds.PLANNED_ENV in os.environ and chosen is not None and lists_run(job, chosen)
     )
     directory = enter_directory(job, chosen)
-    claim_directory(directory)
-    if job.run.weights and not complete(job, directory):
+    lock_directory(directory)
+    if job.run.weights and not resumable_checkpoints(job, directory):
         try:
             copy_extras(run_of(find(job.run.weights)), directory)
         except OSError as error:
