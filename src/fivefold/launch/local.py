@@ -36,8 +36,8 @@ from fivefold.support.errors import PeerLost, Problem, UserError
 # Whether to start again after a failure, and after how long. A failure that comes twice in the same place ends the run.
 #
 # policy = Restarts(3)
-# policy.after(failure)      # RestartVerdict(again=True, pause=0.0, why="1 of 3")
-# policy.after(failure)      # RestartVerdict(again=False, ..., why="the same failure came twice ...")
+# policy.after(failure)      # RestartVerdict(again=True, why="1 of 3", pause=0.0)
+# policy.after(failure)      # RestartVerdict(again=False, why="the same failure came twice ...")
 
 
 FIRST, LONGEST = 1.0, 60.0  # seconds of pause after a start without progress; each further one pauses twice as long
@@ -46,8 +46,8 @@ _STEP = re.compile(r"\bstep (\d+)")
 
 class RestartVerdict(NamedTuple):
     again: bool
-    pause: float  # seconds
     why: str
+    pause: float = 0.0  # seconds before the next start
 
 
 class Restarts:
@@ -65,13 +65,15 @@ class Restarts:
             self.furthest, self.without_progress = int(step[1]), 0
             self.seen.clear()
         if self.done >= self.allowed:
-            return RestartVerdict(False, 0.0, f"all {self.allowed} restarts are used up" if self.allowed else "")
+            return RestartVerdict(again=False, why=f"all {self.allowed} restarts are used up" if self.allowed else "")
         if failure.signature in self.seen:
-            return RestartVerdict(False, 0.0, "the same failure came twice without progress: it is not tried again")
+            return RestartVerdict(
+                again=False, why="the same failure came twice without progress: it is not tried again"
+            )
         self.seen.add(failure.signature)
         pause = min(LONGEST, FIRST * 2 ** (self.without_progress - 1)) if self.without_progress else 0.0
         self.done, self.without_progress = self.done + 1, self.without_progress + 1
-        return RestartVerdict(True, pause, f"{self.done} of {self.allowed}")
+        return RestartVerdict(again=True, why=f"{self.done} of {self.allowed}", pause=pause)
 
 
 # ---- devices --------------------------------------------------------------------------------------------------------

@@ -69,16 +69,10 @@ class _EventBuilder:
         yield _metadata(rank, 0, "process_sort_index", sort_index=rank.rank)
         beside = self.actions_beside(rank)
         with_arrow = set[tuple[int, Action]]()  # (step, action): the arrow ends at the first span of its action
-        names = {
-            LaneNumber.STEPS: "steps",
-            LaneNumber.COMPUTE: "compute",
-            LaneNumber.BESIDE: "beside",
-            LaneNumber.WAITS: "waits",
-        }
-        if not beside:
-            del names[LaneNumber.BESIDE]
-        for lane, name in names.items():
-            yield from _lane(rank, lane, name)
+        fixed_lanes = (LaneNumber.STEPS, LaneNumber.COMPUTE, LaneNumber.BESIDE, LaneNumber.WAITS)
+        for lane in fixed_lanes:
+            if lane != LaneNumber.BESIDE or beside:
+                yield from _lane(rank, lane, lane.name.lower())
         for window in rank.steps:
             yield self.slice(rank, LaneNumber.STEPS, f"step {window.step}", window, "step")
         for span in rank.actions:
@@ -127,9 +121,8 @@ class _EventBuilder:
         for index, axis in enumerate(self.summary.axes):
             on_axis = [flight for flight in rank.flights if flight.axis == axis]
             ordered = sorted(on_axis, key=lambda flight: flight.start)
-            for thread, flights in enumerate(
-                _without_overlaps(ordered), start=LaneNumber.AXES + index * _MAX_LANES_PER_AXIS
-            ):
+            first_lane = LaneNumber.AXES + index * _MAX_LANES_PER_AXIS
+            for thread, flights in enumerate(_without_overlaps(ordered), start=first_lane):
                 yield from _lane(rank, thread, axis)
                 for flight in flights:
                     args: dict[str, Any] = {"axis": axis, "kind": flight.kind, "bytes": flight.payload}
