@@ -19,6 +19,7 @@ SENTENCE = 'error: this needs PyTorch: pip install "fivefold[train]"\n'
 NEED_TORCH = {
     "dryrun": "tiny --layout dp=2", "train": "run.dir={}/runs", "verify": "--layout dp=2", "doctor": "run.dir={}/runs",
     "trace": "run.dir={}/runs -o {}/trace.json", "generate": "{}/hf --tokens 1,2", "calibrate": "",
+    "checkup": "run.dir={}/runs -o {}/checkup",
     "checkpoint reshard": "{} --layout tp=2 -o {}/x", "hf import": "{}/hf -o {}/x", "hf export": "{} -o {}/x",
     "bench checkpoint": "", "bench optimizer": "tiny", "bench peers": "", "bench train": "tiny",
     "lab check": "{}/lab", "lab bench": "{}/lab",

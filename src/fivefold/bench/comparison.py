@@ -8,8 +8,9 @@ All ranks wait for each other between steps; a system of one process has the mac
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from msgspec import structs
@@ -289,13 +290,15 @@ def torchtitan_problems(model: ModelSpec) -> list[str]:
         kind = to_hf_config(model, "float32")["model_type"]
     except UserError as error:
         return list(error.problems)
-    if find_spec("torchtitan") is None:
-        return ["it is not installed; nearest: pip install --no-deps torchtitan==0.2.2 tyro typeguard docstring_parser"]
     if kind not in TORCHTITAN_FAMILIES:
         return [f"torchtitan is measured with {', '.join(TORCHTITAN_FAMILIES)}, and {model.name} is {kind}"]
     if kind == "llama" and (model.tied or (model.rope_scaling and not isinstance(model.rope_scaling, RopeScaling))):
         return [f"torchtitan's Llama 3 is untied with Llama 3's rotation, and {model.name} is not; nearest: llama3-8b"]
-    return []
+    with suppress(PackageNotFoundError):
+        if (installed := version("torchtitan")).startswith("0.2."):
+            return []
+        return [f"torchtitan {installed} is installed, and 0.2 is measured; nearest: pip install torchtitan==0.2.2"]
+    return ["it is not installed; nearest: pip install --no-deps torchtitan==0.2.2 tyro typeguard docstring_parser"]
 
 
 def only_ours(job: Job) -> list[str]:

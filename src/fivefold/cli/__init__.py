@@ -23,6 +23,7 @@ from fivefold.cli import (
     bench,
     catalogue,
     checkpoint,
+    checkup,
     compare,
     completion,
     data,
@@ -72,6 +73,7 @@ command(app, "trace", runs.TRACE)(runs.trace)
 command(app, "launch", machines.LAUNCH)(machines.launch)
 command(app, "doctor", machines.DOCTOR, TEXT_SUFFIXES)(machines.doctor)
 command(app, "calibrate", machines.CALIBRATE, (".toml",))(machines.calibrate)
+command(app, "checkup", checkup.CHECKUP)(checkup.checkup)
 app.add_typer(data.app, name="data", short_help=data.SHORT)
 app.add_typer(checkpoint.app, name="checkpoint", short_help=checkpoint.SHORT)
 app.add_typer(hf.app, name="hf", short_help=hf.SHORT)

@@ -32,6 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fivefold.launch import fork_server
 from fivefold.launch.exits import STOP_SIGNALS, End, signal_name
 from fivefold.launch.heartbeat import BEATS_ENV, Board
 from fivefold.launch.watchdog import STACK_ENV
@@ -86,7 +87,7 @@ class Supervisor:
                 importlib.import_module(name)
         elif hasattr(os, "fork"):
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(PRELOADED_MODULES)
+            fork_server.start(PRELOADED_MODULES)
         for rank in range(self.world):
             launcher_end, rank_end = context.Pipe()
             variables = {
