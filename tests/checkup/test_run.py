@@ -106,7 +106,8 @@ def test_ctrl_c_writes_what_there_is(tmp_path: Path) -> None:
     assert code == INTERRUPTED
     assert signal.getsignal(signal.SIGINT) is before
     assert statuses(report) == {
-        "machines": "passed", "proofs": "passed", "lost-rank": "interrupted", "calibration": "not run", "layouts": "not run",
+        "machines": "passed", "proofs": "passed", "lost-rank": "interrupted",
+        "calibration": "not run", "layouts": "not run",
     }  # fmt: skip
     assert "interrupted" in to_page(report)
     assert not (tmp_path / "runs").exists()
