@@ -63,6 +63,29 @@ def test_what_a_chapter_quotes_is_printed(command: str, monkeypatch: pytest.Monk
     assert [line for line in lines if line and line != "..." and line not in found] == []
 
 
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(one, marks=[pytest.mark.slow] * costly(one), id=one) for one in QUOTED if "verify " not in one],
+)
+def test_a_quoted_sentence_is_whole(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a terminal breaks is quoted with the line after it, and the one before."""
+    wide, shown = printed(command, 400, monkeypatch), printed(command, WIDTH, monkeypatch)
+    cut = []
+    for line in filter(None, QUOTED[command]):
+        for at in [place for place, one in enumerate(shown) if one == line][:1]:
+            around = [(one, pair) for one, pair in _pairs(shown, at) if one and one not in QUOTED[command]]
+            cut += [pair for _, pair in around if any(pair in whole for whole in wide)]
+    assert cut == []
+
+
+def _pairs(lines: list[str], at: int) -> Iterator[tuple[str, str]]:
+    """The lines around one, each joined with it."""
+    if at + 1 < len(lines):
+        yield lines[at + 1], f"{lines[at]} {lines[at + 1]}"
+    if at:
+        yield lines[at - 1], f"{lines[at - 1]} {lines[at]}"
+
+
 def inline() -> dict[str, Path]:
     """Commands within sentences, but for those with something to fill in."""
     found = {}

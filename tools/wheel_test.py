@@ -45,6 +45,7 @@ NEED_TORCH = {
     "bench train": "tiny",
     "calibrate": "",
     "checkpoint reshard": "run --layout dp=2 -o other",
+    "checkup": "",
     "doctor": "",
     "dryrun": "tiny --layout dp=2",
     "generate": "run --prompt word",

@@ -29,7 +29,9 @@ UNSOUGHT = "---\nsearch:\n  exclude: true\n---\n\n"  # the front matter of pages
 LONGEST = 400_000  # characters of a linked file that the site shows
 _MATH = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.S)
 _origin: dict[str, str] = {}  # the path in the repository, by the path on the site
-SEARCH_WEIGHTS = {"learn/": 4.0, "reference/": 0.3, "notebooks/": 0.5}
+# By what is in a page's path; the first counts. A title outweighs all words below it, so notebooks, which are named
+# after what they show, stand behind the chapter.
+SEARCH_WEIGHTS = {"learn/": 4.0, "reference/settings": 1.5, "reference/": 0.3, "notebooks/": 0.2}
 
 
 def on_config(config: Any) -> Any:
@@ -92,9 +94,10 @@ def _mathml(text: str, place: str) -> str:
     text = unescape(text).strip()
     latex, display = text[2:-2].strip(), "block" if text.startswith("\\[") else "inline"
     try:
-        return convert(latex, display=display)
+        formula = convert(latex, display=display)
     except Exception as error:
         raise ValueError(f"{place}: ${latex}$ is no LaTeX that can be shown: {error!r}") from error
+    return f'<div class="formula">{formula}</div>' if display == "block" else str(formula)
 
 
 def _with_site_links(text: str, path: str, place: str) -> str:

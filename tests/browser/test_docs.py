@@ -84,6 +84,38 @@ def test_search_finds(opened: Callable[..., Seen], words: str) -> None:
     assert (seen.wrong, seen.outside) == ([], [])
 
 
+FIRST = {
+    "zero 3": "learn/data-parallel.html",
+    "zero=3": "learn/data-parallel.html",
+    "bubble": "learn/pipeline.html",
+    "kv heads": "learn/tensor.html",
+    "checkpoint": "checkpoints.html",
+    "lr": "jobs.html",
+}
+
+
+@pytest.mark.parametrize("words", FIRST)
+def test_search_finds_the_page_that_explains_it_first(opened: Callable[..., Seen], words: str) -> None:
+    seen = opened()
+    seen.open("index.html")
+    seen.page.click("input.md-search__input")
+    seen.page.keyboard.type(words)
+    seen.page.wait_for_function(f"() => document.querySelector('{FOUND}')?.href.includes('/{FIRST[words]}')")
+
+
+def test_no_formula_is_cut_in_a_narrow_window(opened: Callable[..., Seen]) -> None:
+    """One that is wider than the window scrolls; none is higher than the box that it scrolls in."""
+    seen = opened(420)
+    boxes = "() => [...document.querySelectorAll('.formula')].map(e => [e.scrollHeight, e.clientHeight])"
+    wide = "() => [...document.querySelectorAll('.formula')].filter(e => e.scrollWidth > e.clientWidth).length"
+    seen.open("learn/tensor.html")
+    assert seen.page.evaluate(wide) > 0  # else this window is no narrow one
+    for name in [name for name in PAGES if name.startswith("learn/")]:
+        seen.open(name)
+        high = [box for box in seen.page.evaluate(boxes) if box[0] > box[1]]
+        assert high == [], name
+
+
 @pytest.mark.parametrize("name", WIDGETS)
 def test_a_view_in_a_page_is_drawn(opened: Callable[..., Seen], name: str) -> None:
     seen = opened(390, dark=True)

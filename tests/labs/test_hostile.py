@@ -33,10 +33,11 @@ HOSTILE = [
         ("a loop while it is imported", _first("while True: pass"), ["rank 0 gave no answer", "linear.py, line 1"]),
         ("a loop", _at_x("while True: pass"), ["gave no answer", "linear.py, line"]),
         ("a loop on one rank", _at_x("while dist.get_rank(): pass"), ["rank 0 waits in an all-reduce", "rank 1 has called none", "rank 1 is in forward (linear.py, line"]),
-        ("os._exit while it is imported", _first("import os; os._exit(0)"), ["failed with exit code 0", "and not to exit"]),
-        ("os._exit", _at_x("import os; os._exit(0)"), ["failed with exit code 0", "and not to exit"]),
+        ("os._exit while it is imported", _first("import os; os._exit(0)"), ["failed with exit code 0 while linear.py was imported", "and not to exit"]),
+        ("os._exit while it is built", [("        self.group = group\n", "        import os; os._exit(0)\n")], ["failed with exit code 0 before the step, while what it defines was made", "and not to exit"]),
+        ("os._exit", _at_x("import os; os._exit(0)"), ["failed with exit code 0 in the middle of the step", "and not to exit"]),
         ("os._exit on one rank", _at_x("import os; dist.get_rank() and os._exit(0)"), ["rank 1 failed with exit code 0", "and not to exit"]),
-        ("os._exit by a thread", _first("import os, threading, time; threading.Thread(target=lambda: (time.sleep(0.01), os._exit(0))).start(); time.sleep(1)"), ["failed with exit code 0"]),
+        ("os._exit by a thread", _first("import os, threading, time; threading.Thread(target=lambda: (time.sleep(0.01), os._exit(0))).start(); time.sleep(1)"), ["failed with exit code 0 while linear.py was imported"]),
         ("sys.exit(0) while it is imported", _first("import sys; sys.exit(0)"), ["linear.py, line 1) ends its rank (SystemExit(0))"]),
         ("sys.exit(0)", _at_x("import sys; sys.exit(0)"), ["forward (linear.py, line", "ends its rank (SystemExit(0))"]),
         ("a signal", _at_x("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"), ["was ended by SIGSEGV"]),
@@ -98,7 +99,7 @@ def test_a_file_that_cannot_be_read_is_told(name: str, tmp_path: Path) -> None:
     assert len(found.problems) <= 4
 
 
-QUICK = ("os._exit on one rank", "it prints that it passes")
+QUICK = ("os._exit on one rank", "os._exit while it is imported", "it prints that it passes")
 
 
 @pytest.mark.parametrize("mistake", [

@@ -1,5 +1,11 @@
 """Each lab: its starter has a hole, its solution passes, and each typical mistake is named."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,6 +16,7 @@ from fivefold.labs.lab import FileVerdict, Lab
 from fivefold.labs.scaling import bench_lab
 from fivefold.schedules.registry import build
 from fivefold.schedules.text import save
+from fivefold.support.errors import TrainingError, UserError
 from fivefold.version import __version__
 from tests.labs.mistakes import MISTAKES, Mistake
 from tests.refusals import refusal
@@ -123,6 +130,60 @@ def test_bench_says_what_each_rank_adds_and_when_it_waits(lab: Lab) -> None:
     assert ("computes while a message travels" in str(found)) == travels
     assert ("simulated bubble" in str(found)) == (lab.name == "pipeline")
     assert found.scene().shapes
+
+
+UNTIMED = {
+    "forward (linear.py, line 22) raised ValueError: no": (
+        "        x = x.clone()\n",
+        "        raise ValueError('no')\n",
+    ),
+    "failed with exit code 0 in the middle of the step": (
+        "        x = x.clone()\n",
+        "        import os; os._exit(0)\n",
+    ),
+    "failed with exit code 0 while linear.py was imported": ("import torch\n", "import os; os._exit(0)\n"),
+}
+
+
+@pytest.mark.parametrize("words", UNTIMED)
+def test_bench_says_why_nothing_is_timed(words: str, tmp_path: Path) -> None:
+    edit = UNTIMED[words]
+    folder = written(Mistake("linear", "", (edit,), ()), tmp_path)
+    with pytest.raises((UserError, TrainingError)) as found:
+        bench_lab(folder, rounds=1, ranks=(2,))
+    assert words in str(found.value)
+    assert f"nothing is timed: run `fivefold lab check {folder}` first" in str(found.value)
+
+
+@pytest.mark.parametrize("command", ["check", "bench"])
+def test_ctrl_c_is_one_line_and_leaves_nothing(command: str, tmp_path: Path) -> None:
+    """While the server imports torch, which takes seconds, and no rank has started."""
+    (tmp_path / "linear.py").write_text((SOLUTIONS / "linear.py").read_text())
+    words = [sys.executable, "-m", "fivefold", "lab", command, str(tmp_path)]
+    # A session of its own is what a terminal signals; a shell's background jobs ignore Ctrl-C.
+    restore = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    running = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=restore)
+    deadline = time.monotonic() + PATIENT
+    while not servers_of(running.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert servers_of(running.pid)
+    os.killpg(running.pid, signal.SIGINT)
+    line = {"check": "stopped; nothing is checked", "bench": "stopped; nothing is timed"}[command]
+    assert running.communicate(timeout=PATIENT)[1].split() == line.split()
+    assert running.returncode == 130
+    while servers_of(running.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not servers_of(running.pid)
+
+
+def servers_of(session: int) -> list[int]:
+    """The processes of a session that fork ranks."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            if b"forkserver" in Path(f"/proc/{entry}/cmdline").read_bytes() and os.getsid(int(entry)) == session:
+                found.append(int(entry))
+    return found
 
 
 def test_the_labs_that_run_on_ranks_are_timed() -> None:

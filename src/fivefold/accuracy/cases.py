@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from msgspec import structs
 
+from fivefold.accuracy.checkup_file import checkup_runs
 from fivefold.accuracy.mixture_rows import imbalance_of, is_mixture, kernels_of, mixture_spec, with_experts
 from fivefold.accuracy.software_file import orphan_software_file, read_software_file
 from fivefold.accuracy.sources import Source, defaults_of_system, entry_for, guess_source
@@ -135,6 +136,7 @@ class PublishedRow(NamedTuple):
     values: dict[str, str]
     software_file: Source | None = None  # what a TOML file next to the CSV says about its software
     shipped: bool = False  # it comes with the package, whose table has an entry for its source
+    workload: Workload | None = None  # of a run of `fivefold checkup`, which its columns do not have to describe
 
     def text(self, column: str) -> str:
         return (self.values.get(column) or "").strip()
@@ -153,14 +155,21 @@ class PublishedRow(NamedTuple):
 
     @property
     def where(self) -> str:
-        return f"{self.file}.csv line {self.line}"
+        return f"{self.file}, run {self.line}" if self.workload else f"{self.file}.csv line {self.line}"
 
 
 def read_rows(directory: Path = DATA) -> list[PublishedRow]:
-    """All rows of all CSV files of a directory."""
+    """All rows of all CSV files of a directory, or the runs of a report of `fivefold checkup`."""
+    if directory.is_file() and directory.suffix == ".json":
+        runs = checkup_runs(directory)
+        return [
+            PublishedRow(file, line, values, software, workload=workload)
+            for file, line, values, software, workload in runs
+        ]
     if directory.is_file():
         raise UserError(
-            f"{directory} is a file, but rows are read from a directory; nearest: {directory.parent}",
+            f"{directory} is a file, but rows are read from a directory, or from the .json of fivefold checkup; "
+            f"nearest: {directory.parent}",
             "accuracy.data.missing",
         )
     files = sorted(path for path in directory.glob("*.csv") if path.is_file()) if directory.is_dir() else []
@@ -234,6 +243,8 @@ def measured(row: PublishedRow) -> MeasuredRun:
     """The workload and the measurements of a row; UnpredictableRow says why there is none."""
     source = source_of(row)
     check_cells(row)
+    if row.workload is not None:
+        return MeasuredRun(row, source, row.workload, row.number("step_time_s"), _peak_bytes(row, source))
     spec, cluster = spec_of(row, source), cluster_of(row, source)
     if problems := spec.problems():
         raise UnpredictableRow("; ".join(problems))
@@ -250,8 +261,12 @@ def measured(row: PublishedRow) -> MeasuredRun:
         raise UnpredictableRow("; ".join(problems))
     if not layout_known:  # take the planner's
         workload = search(workload, top=1, zero=source.zero).best.workload
+    return MeasuredRun(row, source, workload, seconds_of(row, source, workload), _peak_bytes(row, source))
+
+
+def _peak_bytes(row: PublishedRow, source: Source) -> float | None:
     memory = row.number("peak_mem_gb")
-    return MeasuredRun(row, source, workload, seconds_of(row, source, workload), memory and memory * source.memory_unit)
+    return memory and memory * source.memory_unit
 
 
 def impossible(workload: Workload) -> list[str]:

@@ -258,6 +258,8 @@ class AccuracyResult(Result):
     def _software(self) -> Iterator[Block]:
         rows = [(file, name, "assumed" if guess else "described", why) for file, name, guess, why in self.software]
         caption = "the column `system`, or NAME.toml next to NAME.csv, says which software a run used"
+        if all(result.row.workload for result in self.results):
+            caption = "a report of `fivefold checkup` is of Fivefold's own runs"
         yield Table(["source", "~software", "", "~by"], rows, title="The software of these runs", caption=caption)
 
     def _memory(self) -> Iterator[Table]:
@@ -366,9 +368,10 @@ def planner_accuracy(
 
         >>> result = ff.planner_accuracy(rows="llama3")
 
-    `data` is that directory. `rows` names one source, whose rows are then shown; `leave_out` also predicts each source,
-    and each accelerator, with constants that were fitted without it (minutes); `refit` fits the constants to the runs
-    and predicts with them. `progress` is called with the number of steps done, their total, and what is being done.
+    `data` is that directory, or the JSON of `fivefold checkup`. `rows` names one source, whose rows are then shown;
+    `leave_out` also predicts each source, and each accelerator, with constants that were fitted without it (minutes);
+    `refit` fits the constants to the runs and predicts with them. `progress` is called with the number of steps done,
+    their total, and what is being done.
     """
     published = read_rows(Path(data) if data else DATA)
     files = list(dict.fromkeys(row.file for row in published))

@@ -107,7 +107,10 @@ _Write = Annotated[
 
 
 def accuracy(
-    data: Annotated[Path | None, typer.Option(help="A directory of CSV files; default: those of the package.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="A directory of CSV files, or the JSON of checkup; default: those of the package."),
+    ] = None,
     rows: Annotated[str, typer.Option(help="Show one source row by row: llama3, torchtitan, ...")] = "",
     sources: Annotated[bool, typer.Option("--sources", help="Show the assumptions about each source.")] = False,
     leave_out: _LeaveOut = False,
@@ -133,6 +136,8 @@ def accuracy(
       fivefold accuracy --rows llama3
 
       fivefold accuracy --data my-runs/ --json
+
+      fivefold accuracy --data checkup.json
 
       fivefold accuracy --leave-out
 

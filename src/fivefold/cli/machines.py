@@ -154,6 +154,9 @@ _CalibrateNproc = Annotated[
     int | None,
     typer.Option(help="With --ranks: processes to start on this machine; default: one for each GPU, or core."),
 ]
+_ShareGpu = Annotated[
+    Literal["gloo", "nccl"], typer.Option(help="With --ranks: backend of ranks that share a GPU, as train.share_gpu.")
+]
 
 
 def calibrate(
@@ -162,6 +165,7 @@ def calibrate(
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure.")] = "auto",
     each: _Each = False,
     nproc: _CalibrateNproc = None,
+    share_gpu: _ShareGpu = "gloo",
     as_json: Json = False,
 ) -> None:
     """Measure what kernels and collectives reach here, as fractions of the vendor's peak figures.
@@ -188,8 +192,10 @@ def calibrate(
       srun -N4 --ntasks-per-node=8 fivefold calibrate --ranks -o ranks.toml
     """
     if each:
-        _calibrate_ranks(output, device, nproc, quick=quick, as_json=as_json)
+        _calibrate_ranks(output, device, nproc, share_gpu, quick=quick, as_json=as_json)
         return
+    if share_gpu != "gloo":
+        raise UserError(f"--share-gpu {share_gpu} is for --ranks; without it each GPU has one rank", "option.conflict")
     if nproc is not None:
         raise UserError(f"--nproc {nproc} is for --ranks; without it calibrate starts its own ranks", "option.conflict")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -211,7 +217,9 @@ def calibrate(
         typer.echo(f"written to {output}; a cluster of them is for example 8x{output}")
 
 
-def _calibrate_ranks(output: Path | None, device: str, nproc: int | None, *, quick: bool, as_json: bool) -> None:
+def _calibrate_ranks(
+    output: Path | None, device: str, nproc: int | None, share_gpu: str, *, quick: bool, as_json: bool
+) -> None:
     """Measure all ranks of this machine, or those of the launcher that started this one; rank 0 prints and writes."""
     from fivefold.launch.world import current_world
     from fivefold.trainer.start import check_ranks
@@ -221,7 +229,10 @@ def _calibrate_ranks(output: Path | None, device: str, nproc: int | None, *, qui
     from fivefold.machines.calibrate import calibrate_launched_ranks, calibrate_ranks
     from fivefold.machines.result import speeds_to_toml
 
-    result = calibrate_launched_ranks(world, device, quick) if world.joined else calibrate_ranks(device, nproc, quick)
+    if world.joined:
+        result = calibrate_launched_ranks(world, device, quick, share_gpu)
+    else:
+        result = calibrate_ranks(device, nproc, quick, share_gpu)
     if result is None:
         return
     if output is not None:

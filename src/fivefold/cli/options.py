@@ -236,6 +236,16 @@ def write_page(result: Any, html: Path) -> str:
 
 
 @contextmanager
+def stoppable(why: str) -> Iterator[None]:
+    """Ctrl-C ends the command with a line that says what there is now."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        Console(stderr=True).print(f"stopped; {why}")
+        raise typer.Exit(130) from None
+
+
+@contextmanager
 def bytes_bar(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
     """A bar for bytes: call it with the number of further bytes, and with the total if it was not known before."""
     with _bar(TextColumn(what), BarColumn(30), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bar:

@@ -1,12 +1,9 @@
 """`fivefold verify` compares a layout with one process; `fivefold dryrun` runs any rank of a layout without GPUs."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from fivefold.cli.options import (
     Html,
@@ -20,6 +17,7 @@ from fivefold.cli.options import (
     options_given,
     refuse,
     split_job_and_changes,
+    stoppable,
     write_page,
 )
 from fivefold.render.blocks import TEXT_SUFFIXES, check_writable, console_of, show
@@ -165,7 +163,7 @@ def verify(
     if adapter is None or check is not None:  # of the three results, a certificate alone can be drawn
         check_writable(output, *TEXT_SUFFIXES)
     if adapter is not None or check is not None:
-        with _stoppable():
+        with stoppable("nothing is proven"):
             proof = _foreign(context, adapter, check, words or [], timeout)
         show(proof, as_json=as_json, output=output, remarks=[*_file_to_copy(adapter), *_certificate_page(proof, html)])
         return
@@ -178,22 +176,13 @@ def verify(
     if file is not None:
         _page(Path(file), changes or options_given(context, _PROOF_OPTIONS | _JOB_OPTIONS), html, as_json=as_json)
         return
-    with _stoppable(), counting_bar() as progress:
+    with stoppable("nothing is proven"), counting_bar() as progress:
         result = prove(
             layout, changes, model=model, dtype=dtype, steps=steps, seq=seq, batch=batch, device=device,
             everything=everything, world=world, sample=sample, jobs=jobs, repeat=repeat,
             timeout=120.0 if timeout is None else timeout, progress=progress,
         )  # fmt: skip
     show(result, as_json=as_json, output=output, remarks=[] if html is None else [write_page(result, html)])
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        Console(stderr=True).print("stopped; nothing is proven")
-        raise typer.Exit(130) from None
 
 
 def _foreign(

@@ -25,6 +25,7 @@ from fivefold.foreign.evidence import (
 from fivefold.foreign.measurement import Values
 
 _ROUNDINGS = (("float32", 2.0**-24), ("float16", 2.0**-11), ("bfloat16", 2.0**-8))
+OTHER_TOKENS = "replicas that see other tokens, and are in no reduction"
 _NOISE = 1e-10  # of the largest gradient: what is less is zero in theory
 _SHARES = 1e-5  # samples fit within this: models that cast to float32 inside round the gradient of each alone
 _SAMPLED = 20_000  # elements by which the weights of samples are fitted
@@ -183,7 +184,7 @@ def _sum_hint(evidence: Evidence, identities: Sequence[int], groups: Sequence[Se
         return "with sequence parallelism tp ranks see other tokens: what tp does not cut is to be summed over tp"
     if len(evidence.failing) == len(evidence.tensors.names):
         return "no gradient is reduced over data ranks"
-    return "replicas that see other tokens, and are in no reduction"
+    return OTHER_TOKENS
 
 
 def sum_of(

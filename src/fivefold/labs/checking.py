@@ -9,24 +9,40 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fivefold.foreign.adapter import AdapterFile, layout_text, parse_layout
+from fivefold.foreign.evidence import listed
+from fivefold.foreign.gradient_causes import OTHER_TOKENS
 from fivefold.foreign.layout_proof import LayoutProof
 from fivefold.foreign.measurement import Settings
 from fivefold.foreign.verify import AdapterProof
 from fivefold.labs.catalogue import lab_in, other_statement
-from fivefold.labs.ends import FINAL, ended
+from fivefold.labs.ends import FINAL, broken_proof, ended
+from fivefold.labs.groups import ADVICE as GROUP_ADVICE
+from fivefold.labs.groups import GROUPS, groups_of, inside, strangers
 from fivefold.labs.lab import Case, FileVerdict, Lab
-from fivefold.labs.messages import ANSWER, FOLDER, LabMessage, busiest, read, sums, told, unwritten, wire_of
-from fivefold.labs.probes import differences
+from fivefold.labs.messages import (
+    ANSWER,
+    BARRIER,
+    FOLDER,
+    PROGRESS,
+    LabMessage,
+    busiest,
+    read,
+    sums,
+    told,
+    unwritten,
+    wire_of,
+)
+from fivefold.labs.probes import ROUNDED, SMALL, differences
 from fivefold.render.blocks import Block, Result, Table, Text, mark
 from fivefold.support.ranges import seconds
 from fivefold.support.text import plural
 
-TIMEOUT = 30.0  # seconds of one layout: a check has a dozen, and a minute
+TIMEOUT = 30.0  # seconds of one layout, of which a check has up to eight; each takes about one
 _SHOWN = 3  # differences that are told of a layout
 
 
@@ -116,17 +132,19 @@ def check_lab(
         for case in lab.cases:
             folder = Path(home) / case.model
             folder.mkdir()
-            with answered_by(file, folder):
+            with answered_by(file, folder) as at:
                 for outcome in _of_case(
-                    lab, case, folder, timeout, lambda what: progress(len(outcomes), lab.layouts, what)
+                    lab, case, folder, at, timeout, lambda what: progress(len(outcomes), lab.layouts, what)
                 ):
-                    outcomes.append(outcome)
+                    outcomes.append(_of_a_part(outcome, outcomes))
                     if outcome.final or (first and not outcome.passed):
                         return LabCheck(lab, tuple(outcomes), remarks)
     return LabCheck(lab, tuple(outcomes), remarks)
 
 
-def _of_case(lab: Lab, case: Case, folder: Path, timeout: float, before: Callable[[str], None]) -> Iterator[Outcome]:
+def _of_case(
+    lab: Lab, case: Case, folder: Path, at: Path, timeout: float, before: Callable[[str], None]
+) -> Iterator[Outcome]:  # fmt: skip
     """Each layout of a case, against one process that is run once."""
     place = AdapterFile(lab.home / "check.py", case.model)
     before("one process")
@@ -135,45 +153,71 @@ def _of_case(lab: Lab, case: Case, folder: Path, timeout: float, before: Callabl
     proof.refer()
     for layout, world, known in described.cases:
         before(layout_text(layout))
-        yield _outcome(lab, case, proof.prove(layout, world, known), folder)
+        yield _outcome(lab, case, proof.prove(layout, world, known), folder, at)
 
 
-def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path) -> Outcome:
+def _of_a_part(outcome: Outcome, before: Sequence[Outcome]) -> Outcome:
+    """Says so where nothing but the group is new."""
+    layout = outcome.proof.layout
+    told_already = any(GROUP_ADVICE in problem for problem in outcome.problems)
+    if outcome.passed or told_already or GROUPS not in layout or not all(one.passed for one in before):
+        return outcome
+    here = " and ".join(f"[{', '.join(map(str, group))}]" for group in groups_of(layout, outcome.proof.world))
+    new = f"what is new in this layout is `group`, which had all ranks before: here there are two, {here}"
+    return replace(outcome, problems=(*outcome.problems, f"{new}; {GROUP_ADVICE}"))
+
+
+def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path, at: Path) -> Outcome:
     layout = {key: int(value) for key, value in proof.layout.items()}
     messages = read(folder, layout_text(proof.layout), proof.world)
     sent = busiest(messages)
     # What differs first on the way forward says more than the gradients that follow from it.
-    on_the_way = [_hinted(lab, text) for text in differences(folder, proof.layout, proof.world, case.probes)]
-    if proof.broken:
-        problems = [_hinted(lab, ended(proof, lab.file, messages)), *on_the_way]
+    on_the_way = [_hinted(lab, case, text) for text in differences(folder, proof.layout, proof.world, case.probes)]
+    if odd := strangers(proof.layout, messages):
+        problems = [odd]
+    elif proof.broken:
+        problems = [_hinted(lab, case, ended(broken_proof(proof), lab.file, at, messages)), *on_the_way]
     elif not proof.passed:
-        problems = on_the_way or _causes(lab, proof)
+        problems = on_the_way or _causes(lab, case, proof)
     elif lost := unwritten(messages):
         problems = [lost]
     else:
         problems = on_the_way or _too_much(sent, case.needs(layout) if case.needs else None)
-        if case.judge and (text := case.judge(messages)):
-            problems.append(text)
+        for group in groups_of(proof.layout, proof.world) if case.judge else ():
+            if case.judge and (text := case.judge([inside(messages[rank], group) for rank in group])):
+                problems.append(text)
+                break
     return Outcome(case, proof, tuple(problems), sent)
 
 
-def _causes(lab: Lab, proof: LayoutProof) -> list[str]:
+def _causes(lab: Lab, case: Case, proof: LayoutProof) -> list[str]:
     """Why gradients differ, in the words of the lab, or in general ones."""
-    causes = [_hinted(lab, cause.text, cause.likely) for cause in proof.causes if not cause.text.startswith(_VAGUE)]
-    return causes[:_SHOWN] or [_hinted(lab, str(deviation)) for deviation in proof.failed[:_SHOWN]]
+    if case.diagnose and (text := case.diagnose(proof.failed)):
+        return [_hinted(lab, case, text)]
+    if (worst := max(one.error for one in proof.failed)) <= SMALL:
+        names = listed([one.name or one.quantity for one in proof.failed])
+        return [f"the {proof.failed[0].quantity} of {names} is off by {worst:.1e} of its largest element: {ROUNDED}"]
+    causes = [
+        _hinted(lab, case, cause.text, cause.likely) for cause in proof.causes if not cause.text.startswith(_VAGUE)
+    ]
+    return causes[:_SHOWN] or [_hinted(lab, case, str(deviation)) for deviation in proof.failed[:_SHOWN]]
 
 
 _VAGUE = ("before they are reduced", "forward:")  # of verify, where the frameworks' own modules are looked into
 
 
-def _hinted(lab: Lab, text: str, likely: str = "") -> str:
+def _hinted(lab: Lab, case: Case, text: str, likely: str = "") -> str:
     """A finding with what it means in this lab."""
-    hint = next((hint.sentence for hint in lab.hints if all(word in text for word in hint.words)), likely)
+    likely = "" if likely == OTHER_TOKENS else likely  # of whole models; a lab that has it in mind says it itself
+    hints = (*case.hints, *lab.hints)
+    hint = next((hint.sentence for hint in hints if all(word in text for word in hint.words)), likely)
     return f"{text}: {hint}" if hint else text
 
 
 def _too_much(sent: Sequence[LabMessage], needed: Sequence[LabMessage] | None) -> list[str]:
     """Right, and dearer than it has to be."""
+    if barriers := [one for one in sent if one.kind == BARRIER]:
+        return [f"the numbers are right, but a rank calls {told(barriers)}: all wait there, and no message needs it"]
     if needed is None:
         return []
     own, least = wire_of(sent), wire_of(needed)
@@ -186,16 +230,18 @@ def _too_much(sent: Sequence[LabMessage], needed: Sequence[LabMessage] | None) -
 
 
 @contextmanager
-def answered_by(file: Path, folder: Path | None = None) -> Iterator[None]:
-    """Ranks that start in here import this answer, and write what they send into the folder."""
-    values = {ANSWER: str(file.resolve()), **({FOLDER: str(folder)} if folder else {})}
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def answered_by(file: Path, folder: Path | None = None) -> Iterator[Path]:
+    """Ranks that start in here import this answer, and write what they send into the folder. Gives the directory in
+    which each says what it is at."""
+    with tempfile.TemporaryDirectory(prefix="fivefold-lab-", ignore_cleanup_errors=True) as at:
+        values = {ANSWER: str(file.resolve()), PROGRESS: at, **({FOLDER: str(folder)} if folder else {})}
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield Path(at)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

@@ -6,11 +6,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from fivefold.foreign.compare import Deviation
 from fivefold.labs.messages import LabMessage
 from fivefold.render.blocks import Block, Result, Row, Table, Text
 
 HOME = Path(__file__).parent
 F64 = 8  # bytes of an element: checks compute in float64
+
+
+class Hint(NamedTuple):
+    """What a difference means in this lab: said after a finding, or a cause, that has all of these words."""
+
+    words: tuple[str, ...]
+    sentence: str
 
 
 class Case(NamedTuple):
@@ -22,18 +30,13 @@ class Case(NamedTuple):
     needs: Callable[[Mapping[str, int]], list[LabMessage]] | None = None  # what a rank has to send in a step, by layout
     probes: Mapping[str, int | None] = MappingProxyType({})  # by name: the dimension in which ranks have parts, or None
     judge: Callable[[Sequence[Sequence[LabMessage]]], str] | None = None  # of the messages, where numbers are right
+    diagnose: Callable[[Sequence[Deviation]], str] | None = None  # of what differs, before any general cause
+    hints: tuple[Hint, ...] = ()  # of this case, before those of the lab
 
 
 def along(axis: str) -> Callable[[int], dict[str, int]]:
     """All ranks along one axis."""
     return lambda ranks: {axis: ranks}
-
-
-class Hint(NamedTuple):
-    """What a difference means in this lab: said after a finding, or a cause, that has all of these words."""
-
-    words: tuple[str, ...]
-    sentence: str
 
 
 @dataclass(frozen=True)

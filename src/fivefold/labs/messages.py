@@ -11,7 +11,10 @@ from fivefold.support.text import plural
 
 ANSWER = "FIVEFOLD_LAB_FILE"  # in the environment of ranks: the student's file
 FOLDER = "FIVEFOLD_LAB_MESSAGES"  # and where each of them writes its messages
-_DIRECT = ("send", "receive")
+PROGRESS = "FIVEFOLD_LAB_PROGRESS"  # and where each of them writes what it is at:
+IMPORTS, BUILDS, STEPS = "imports", "builds", "steps"
+DIRECT = ("send", "receive")
+BARRIER = "barrier"
 # The end; all gradients are there; elements of an optimizer's state, as payload; a stage's forward and its backward; a
 # wait for a collective.
 MARKS = ("end", "backward", "state", "F", "B", "wait")
@@ -36,12 +39,18 @@ class LabMessage(NamedTuple):
         return wire(kind, self.payload, len(self.ranks))
 
     def __str__(self) -> str:
+        if self.kind == BARRIER:
+            return "a barrier"
         size = f"{self.payload:,} bytes"
         if self.kind == "send":
             return f"a send of {size} to rank {self.peer}"
         if self.kind == "receive":
             return f"a receive of {size} from rank {self.peer}"
-        return f"{'an' if self.kind[0] in 'aeio' else 'a'} {self.kind} of {size}"
+        return f"{self.article} {self.kind} of {size}"
+
+    @property
+    def article(self) -> str:
+        return "an" if self.kind[0] in "aeio" else "a"
 
 
 def read(folder: Path, layout: str, world: int) -> list[list[LabMessage]]:
@@ -96,7 +105,7 @@ def stuck(ranks: Sequence[Sequence[LabMessage]]) -> str:
     last = {rank: messages[-1] for rank, messages in enumerate(ranks) if messages}
     waiting = {rank: message for rank, message in last.items() if message.kind != "end"}
     for rank, message in waiting.items():
-        if message.kind not in _DIRECT or message.peer is None:
+        if message.kind not in DIRECT or message.peer is None:
             continue
         peer = message.peer
         if not 0 <= peer < len(ranks):
@@ -104,7 +113,7 @@ def stuck(ranks: Sequence[Sequence[LabMessage]]) -> str:
         other = last.get(peer)
         if other is None:
             return f"rank {rank} waits in {message}, and rank {peer} has sent and received nothing"
-        back = other.kind in _DIRECT and other.peer == rank
+        back = other.kind in DIRECT and other.peer == rank
         if back and other.kind == message.kind == "receive":
             return (
                 f"ranks {rank} and {peer} both wait in a receive from each other: rank {rank} waits for a message that "
@@ -125,9 +134,9 @@ def stuck(ranks: Sequence[Sequence[LabMessage]]) -> str:
 
 
 def _unlike_collectives(ranks: Sequence[Sequence[LabMessage]], last: Mapping[int, LabMessage]) -> str:
-    numbers = [sum(message.kind not in (*_DIRECT, "end") for message in messages) for messages in ranks]
+    numbers = [sum(message.kind not in (*DIRECT, "end") for message in messages) for messages in ranks]
     for rank, message in last.items():
-        if message.kind in (*_DIRECT, "end"):
+        if message.kind in (*DIRECT, "end"):
             continue
         waits = f"rank {rank} waits in {message}, its collective number {numbers[rank]}"
         for member in (other for other in message.ranks if other != rank):
@@ -142,16 +151,17 @@ def _unlike_collectives(ranks: Sequence[Sequence[LabMessage]], last: Mapping[int
 
 
 def unlike(ranks: Sequence[Sequence[LabMessage]]) -> str:
-    """The first collective of all ranks that is not the same one on each of them; empty if there is none."""
-    everyone = tuple(range(len(ranks)))
-    calls = [[one for one in messages if one.ranks == everyone and one.kind not in _DIRECT] for messages in ranks]
-    for number, row in enumerate(zip(*calls, strict=False), 1):
-        if row[0].kind == row[-1].kind == "all-to-all":  # in which ranks send what they have
-            continue
-        odd = next((rank for rank, one in enumerate(row) if one != row[0]), 0)
-        if odd:
-            differ = f"collective number {number} is {row[0]} on rank 0, and {row[odd]} on rank {odd}"
-            return f"{differ}: ranks of a group call the same ones in the same order"
+    """The first collective of a group that is not the same one on each of its ranks; empty if there is none."""
+    groups = dict.fromkeys(one.ranks for messages in ranks for one in messages if one.ranks and one.kind not in DIRECT)
+    for group in groups:
+        calls = [[one for one in ranks[rank] if one.ranks == group and one.kind not in DIRECT] for rank in group]
+        for number, row in enumerate(zip(*calls, strict=False), 1):
+            if row[0].kind == row[-1].kind == "all-to-all":  # in which ranks send what they have
+                continue
+            if (odd := next((place for place, one in enumerate(row) if one != row[0]), 0)) != 0:
+                first = f"collective number {number} is {row[0]} on rank {group[0]}"
+                differ = f"{first}, and {row[odd]} on rank {group[odd]}"
+                return f"{differ}: ranks of a group call the same ones in the same order"
     return ""
 
 
@@ -162,5 +172,8 @@ def _matching(messages: Sequence[LabMessage], kind: str, peer: int) -> str:
 
 def told(messages: Sequence[LabMessage]) -> str:
     """`2 all-reduces with 3,072 bytes`"""
-    parts = [f"{plural(calls, kind)} with {payload:,} bytes" for kind, (calls, payload) in sums(messages).items()]
+    parts = [
+        plural(calls, kind) + (f" with {payload:,} bytes" if kind != BARRIER else "")
+        for kind, (calls, payload) in sums(messages).items()
+    ]
     return ", ".join(parts) or "nothing"

@@ -11,9 +11,18 @@ from numpy.typing import NDArray
 
 from fivefold.foreign.adapter import Layout, layout_text
 from fivefold.foreign.evidence import factor_name
+from fivefold.labs.groups import groups_of
 
 Values = NDArray[np.float64]
 _FITS = 1e-9
+# Bits of a number's fraction, and the largest error of a rounding.
+_DTYPES = (("bfloat16", 7, 2.0**-8), ("float16", 10, 2.0**-11), ("float32", 23, 2.0**-24))
+SMALL = 64 * 2.0**-24  # what some operations in float32 make
+_COARSE = 2.0 * 2.0**-8  # and in bfloat16
+ROUNDED = (
+    "an error this small comes from rounding to float32, and not from a wrong formula; compute in float64, without a "
+    "cast on the way"
+)
 ALONE = "one process"
 
 
@@ -33,19 +42,23 @@ def differences(folder: Path, layout: Layout, world: int, probes: Mapping[str, i
             truth, *ranks = (np.load(file, allow_pickle=False) for file in (truth_file, *files))
         except (EOFError, ValueError):  # a rank was ended while it wrote
             continue
-        if text := _shape(truth, ranks, dim) or _difference(truth, _joined(ranks, dim), layout):
-            return [f"{name} {text}"]
+        for group in groups_of(layout, world):
+            parts = {rank: ranks[rank] for rank in group}
+            if text := _shape(truth, parts, dim) or _difference(truth, _joined(parts, dim), layout):
+                return [f"{name} {text}"]
     return []
 
 
-def _joined(ranks: Sequence[Values], dim: int | None) -> list[Values]:
-    return [*ranks] if dim is None else [np.concatenate(ranks, axis=dim)]
+def _joined(ranks: Mapping[int, Values], dim: int | None) -> dict[int, Values]:
+    """By rank; what is in parts is that of the first."""
+    return {**ranks} if dim is None else {min(ranks): np.concatenate([*ranks.values()], axis=dim)}
 
 
-def _shape(truth: Values, ranks: Sequence[Values], dim: int | None) -> str:
+def _shape(truth: Values, by_rank: Mapping[int, Values], dim: int | None) -> str:
+    ranks = [*by_rank.values()]
     if dim is None:
-        odd = [rank for rank, own in enumerate(ranks) if own.shape != truth.shape]
-        return f"has the shape {ranks[odd[0]].shape} on rank {odd[0]}; it should be {truth.shape}" if odd else ""
+        odd = [rank for rank, own in by_rank.items() if own.shape != truth.shape]
+        return f"has the shape {by_rank[odd[0]].shape} on rank {odd[0]}; it should be {truth.shape}" if odd else ""
     if all(own.shape == truth.shape for own in ranks):
         return f"is whole on every rank, {truth.shape}: each is to have its part of dimension {dim}"
     shapes = " and ".join(dict.fromkeys(str(own.shape) for own in ranks))
@@ -61,29 +74,46 @@ def _close(values: Values, truth: Values) -> bool:
     return values.shape == truth.shape and bool(np.abs(values - truth).max(initial=0.0) <= _FITS * scale)
 
 
-def _difference(truth: Values, ranks: Sequence[Values], layout: Layout) -> str:
-    wrong = [rank for rank, own in enumerate(ranks) if not _close(own, truth)]
+def _difference(truth: Values, by_rank: Mapping[int, Values], layout: Layout) -> str:
+    ranks = [*by_rank.values()]
+    wrong = [rank for rank, own in by_rank.items() if not _close(own, truth)]
     if not wrong:
         return ""
     where = "" if len(wrong) == len(ranks) else f" on rank {wrong[0]}"
-    own = ranks[wrong[0]]
+    own = by_rank[wrong[0]]
     if not np.isfinite(own).all():
         return f"has {int((~np.isfinite(own)).sum()):,} elements that are nan or infinite{where}"
     if truth.ndim > 1 and _close(_centred(own), _centred(truth)):
         return f"is off by the same row for every token{where}: by a bias"
     for view in (np.asarray, _centred)[: truth.ndim]:  # a bias may be added before or after what went wrong
-        if text := _scaled(view(truth), [view(values) for values in ranks], wrong[0], layout):
+        if text := _scaled(view(truth), [view(values) for values in ranks], view(own), layout):
             return text + where
     if truth.ndim > 1 and _columns(own) == _columns(truth):
         return f"has the right features in another order{where}"
-    places = np.argwhere(np.abs(own - truth) > _FITS * (float(np.abs(truth).max(initial=0.0)) or 1.0))
+    error = np.abs(own - truth) / (float(np.abs(truth).max(initial=0.0)) or 1.0)
+    places = np.argwhere(error > _FITS)
     first = ", ".join(map(str, places[0]))
-    return f"differs{where} in {len(places):,} of {truth.size:,} elements, first at [{first}]"
+    which = f"in {len(places):,} of {truth.size:,} elements, first at [{first}]"
+    if narrower := _narrower(own, float(error.max())):
+        return f"is off by {error.max():.1e} of its largest element{where}, {which}: {narrower}"
+    size = f"{error.max():.2g} of its largest element"
+    coarse = " (rounding to bfloat16 makes as much)" if error.max() <= _COARSE and len(places) > truth.size / 2 else ""
+    return f"differs{where} {which}, by up to {size}{coarse}"
 
 
-def _scaled(truth: Values, ranks: Sequence[Values], wrong: int, layout: Layout) -> str:
+def _narrower(own: Values, error: float) -> str:
+    """Whether a difference is what rounding to a narrower dtype makes, and no mistake of the formula."""
+    for name, bits, rounding in _DTYPES:
+        cut = np.ascontiguousarray(own).view(np.int64) & ((1 << (52 - bits)) - 1)
+        if own.size and not cut.any() and error <= 64 * rounding:  # each value is one of that dtype
+            return f"these are numbers of {name}; compute in float64, without a cast on the way"
+    if error <= SMALL:
+        return ROUNDED
+    return ""
+
+
+def _scaled(truth: Values, ranks: Sequence[Values], own: Values, layout: Layout) -> str:
     """Numbers that were multiplied, and sums that were left out."""
-    own = ranks[wrong]
     factor = float((own * truth).sum() / ((truth * truth).sum() or 1.0))
     if abs(factor) > _FITS and _close(own, factor * truth):
         name = factor_name(float(f"{factor:.8g}"), layout, {}, len(ranks))

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fivefold.foreign.adapter import AdapterFile
 from fivefold.labs.catalogue import lab_in
 from fivefold.labs.checking import answered_by
+from fivefold.labs.ends import broken_run, ended
 from fivefold.labs.lab import Lab
 from fivefold.launch import processes
 from fivefold.launch.host import cores
 from fivefold.render.blocks import Block, Drawing, Result, Table, Text
 from fivefold.render.scene import BLUE, GREY, ORANGE, Rect, Scene, Shape, TextMark
-from fivefold.support.errors import UserError
+from fivefold.support.errors import TrainingError, UserError
 from fivefold.support.ranges import MAX_STEPS, check_range, within
 
 if TYPE_CHECKING:
@@ -126,8 +127,20 @@ def bench_lab(answer: str | Path, *, rounds: int = 5, ranks: Sequence[int] = _WO
         raise UserError(f"the lab {lab.name} has nothing to time", "lab.bench")
     check = AdapterFile(lab.home / "check.py", "bench")
     timed = {}
-    with answered_by(file):
+    with answered_by(file) as at:
         for world in ranks:
             layout = {} if world == 1 else lab.bench(world)
-            timed[world] = processes.run(world, "fivefold.labs.timing:measure", check, layout, rounds, timeout=TIMEOUT)
+            try:
+                timed[world] = processes.run(
+                    world, "fivefold.labs.timing:measure", check, layout, rounds, timeout=TIMEOUT
+                )
+            except processes.RankError as error:
+                raise TrainingError(_untimed(ended(broken_run(error), lab.file, at), answer)) from error
+            except UserError as error:
+                first, *_ = error.problems
+                raise UserError(_untimed(first, answer), error.codes[0]) from error
     return LabBench(lab, timed)
+
+
+def _untimed(why: str, answer: str | Path) -> str:
+    return f"{why}; nothing is timed: run `fivefold lab check {answer}` first"

@@ -6,6 +6,7 @@ The checks of the labs (`linear/check.py` and its like) are adapters of `fivefol
 import errno
 import json
 import os
+import re
 import resource
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,12 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.foreign.adapter import AdapterFile, import_adapter
-from fivefold.labs.messages import ANSWER, FOLDER, LabMessage
+from fivefold.foreign.adapter import AdapterFile, import_adapter, product
+from fivefold.labs.groups import GROUPS, groups_of
+from fivefold.labs.messages import ANSWER, BARRIER, BUILDS, FOLDER, IMPORTS, PROGRESS, STEPS, LabMessage
 from fivefold.labs.probes import ALONE, file_of
 from fivefold.parallel.traffic_counter import SPACES, bytes_of, group_of, kind_of, name_of, named_args
 from fivefold.support.errors import UserError
 
+_ADDRESS = re.compile(r" <\S+ object at 0x\w+>")  # of the group that an error names
 _LARGEST = 64 << 20  # bytes of a file that a rank writes: what it prints goes into one, too
 
 
@@ -33,14 +36,23 @@ _LARGEST = 64 << 20  # bytes of a file that a rank writes: what it prints goes i
 def answer() -> Any:
     """The student's module. Only ranks import it."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST, _LARGEST))
+    file = _places()[0]
+    _note(IMPORTS)
     with own_errors():
-        return import_adapter(AdapterFile(_places()[0]))
+        found = import_adapter(AdapterFile(file))
+    _note(BUILDS)
+    return found
 
 
 @cache
-def _places() -> tuple[Path, str]:
-    """The student's file, and where messages go, as they were before the answer was imported."""
-    return Path(os.environ[ANSWER]), os.environ.get(FOLDER, "")
+def _places() -> tuple[Path, str, Path]:
+    """The student's file, where messages go, and what this rank is at, as they were before the answer was imported."""
+    return Path(os.environ[ANSWER]), os.environ.get(FOLDER, ""), Path(os.environ[PROGRESS]) / os.environ["RANK"]
+
+
+def _note(stage: str) -> None:
+    """What this rank is at, should the answer end it."""
+    _places()[2].write_text(stage)
 
 
 def called(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -70,12 +82,44 @@ def own_errors(file: Path | None = None) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno == errno.EFBIG:
             much = f"{_where(error, file)} writes or prints more than {_LARGEST >> 20} MB, the limit of a lab"
             raise UserError(much, "lab.output") from error
-        raise UserError(f"{_where(error, file)} raised {type(error).__name__}: {error}", "lab.raised") from error
+        text = _ADDRESS.sub("", f"{error}")
+        raise UserError(f"{_where(error, file)} raised {type(error).__name__}: {text}", "lab.raised") from error
 
 
 def _where(error: BaseException, file: Path) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     return f"{frames[-1].name} ({file.name}, line {frames[-1].lineno})" if frames else file.name
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+class Grouped:
+    """A check that gives the answer a group: all ranks, or a part of them (`groups.py`)."""
+
+    layout: dict[str, Any]
+    group: Any
+
+    def world(self, layout: dict[str, Any]) -> int:
+        return product(layout) * int(layout.get("ep", 1)) * int(layout.get(GROUPS, 1))
+
+    def join(self, layout: dict[str, Any]) -> None:
+        self.layout, self.group = layout, _own_group(int(layout.get(GROUPS, 1)))
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over the group, by the check itself."""
+        found = tensor.detach().clone()
+        dist.all_reduce(found, group=self.group)
+        return found
+
+
+@cache
+def _own_group(count: int) -> Any:
+    if count == 1:
+        return dist.group.WORLD
+    made = [(ranks, dist.new_group(ranks)) for ranks in groups_of({GROUPS: count}, dist.get_world_size())]
+    return next(group for ranks, group in made if dist.get_rank() in ranks)
 
 
 # ---- shards ---------------------------------------------------------------------------------------------------------
@@ -148,7 +192,7 @@ def _message(func: Any, given: Mapping[str, Any]) -> LabMessage | None:
         return None
     group = group_of(dict(given))
     ranks = sorted(dist.get_process_group_ranks(group))
-    payload = max(bytes_of(side) for side in given.values())
+    payload = 0 if kind == BARRIER else max(bytes_of(side) for side in given.values())
     if kind == "all-gather" and func.namespace != "c10d":  # whose result is not among the arguments
         payload *= len(ranks)
     peer = given.get("src", given.get("dst"))
@@ -156,8 +200,10 @@ def _message(func: Any, given: Mapping[str, Any]) -> LabMessage | None:
 
 
 def _rare(name: str) -> str | None:
-    """Collectives that a trainer has no use for, and a student may."""
-    return next((kind for kind in ("gather", "scatter") if name == kind), "reduce" if name == "reduce" else None)
+    """Collectives that a trainer has no use for, or does not count, and a student may call."""
+    if name.startswith((BARRIER, "monitoredbarrier")):
+        return BARRIER
+    return next((kind for kind in ("gather", "scatter", "reduce") if name == kind), None)
 
 
 _FILE: list[int] = []  # of the step that is recorded
@@ -202,6 +248,8 @@ class _MarkedWork:
 def recorded(layout: Mapping[str, Any], again: bool = False) -> Iterator[None]:
     """Messages of a step go to FOLDER, into a file of this layout and rank; only those of the last step are left.
     `again`: they are added to those of the same step."""
+    if layout:
+        _note(STEPS)
     if TIMERS:
         with TIMERS[-1](), own_errors():
             yield

@@ -29,9 +29,10 @@ from fivefold.launch import world as worlds
 from fivefold.launch.device import TORCH_DTYPES, choose_backend, choose_device
 from fivefold.launch.handshake import claim
 from fivefold.launch.host import cores
+from fivefold.launch.local import check_sharing
 from fivefold.launch.watchdog import watch
 from fivefold.machines.clock import Clock, Timing, timed_collectives
-from fivefold.machines.fit import ATTENTION, Samples, fitted
+from fivefold.machines.fit import ATTENTION, Samples, fitted, with_across
 from fivefold.machines.kernels import Kernels, block_of, of_device
 from fivefold.machines.result import CalibrationResult, RankSpeed, RanksResult, at_pace, short
 from fivefold.model.ops import LocalOps
@@ -182,28 +183,37 @@ _PACE = {"cuda": 2.0, "cpu": 1.5}  # seconds of a round in which ranks run block
 _TIMEOUT_S = 900.0  # seconds for the ranks of this machine
 
 
-def calibrate_ranks(device: str = "auto", nproc: int | None = None, quick: bool = False) -> RanksResult:
+def calibrate_ranks(
+    device: str = "auto", nproc: int | None = None, quick: bool = False, share_gpu: str = "gloo"
+) -> RanksResult:
     """The speeds of `nproc` ranks of this machine (default: one for each GPU or core), measured at once."""
     chosen = choose_device(device)
     size = nproc or (torch.cuda.device_count() if chosen.type == "cuda" else cores())
     check_range("nproc", size, within(2, MAX_RANKS, "one rank has nothing to compare with"))
-    speeds = processes.run(size, "fivefold.machines.calibrate:local_rank_speed", device, quick, timeout=_TIMEOUT_S)
-    return RanksResult(speeds)
+    changes = [f"train.device={device}", f"train.share_gpu={share_gpu}"]
+    check_sharing(read_job(None, changes).train, size)
+    local = "fivefold.machines.calibrate:local_rank_speed"
+    return RanksResult(processes.run(size, local, changes, quick, timeout=_TIMEOUT_S))
 
 
-def local_rank_speed(rank: processes.Rank, device: str, quick: bool) -> RankSpeed:
-    """What each rank of `calibrate_ranks` runs."""
-    chosen = choose_device(device, rank.number)
-    rank.join(choose_backend(chosen, rank.world))
+def local_rank_speed(rank: processes.Rank, changes: list[str], quick: bool) -> RankSpeed:
+    """What each rank of `calibrate_ranks` runs; `changes` say the device, and how ranks share it."""
+    train = read_job(None, changes).train
+    chosen = choose_device(train.device, rank.number)
+    rank.join(choose_backend(chosen, rank.world, train, rank.number))
     return rank_speed(chosen, rank.world, quick)
 
 
-def calibrate_launched_ranks(world: worlds.World, device: str, quick: bool) -> RanksResult | None:
+def calibrate_launched_ranks(
+    world: worlds.World, device: str, quick: bool, share_gpu: str = "gloo"
+) -> RanksResult | None:
     """Measure the ranks that torchrun or Slurm has started, of which this process is one. Returns the result on rank 0,
     None on the others."""
-    chosen, job = choose_device(device, world.local_rank), read_job(None, [])
+    job = read_job(None, [f"train.device={device}", f"train.share_gpu={share_gpu}"])
+    chosen = choose_device(device, world.local_rank)
+    backend = choose_backend(chosen, world.local_size, job.train, world.rank, world.apart and world.size > 1)
     with watch(_TIMEOUT_S, world.rank, world.size):
-        group.join(world, choose_backend(chosen, world.local_size), job.train.timeout, claim(job, "", world, PURPOSE))
+        group.join(world, backend, job.train.timeout, claim(job, "", world, PURPOSE))
         try:
             speeds = gather_values(rank_speed(chosen, world.local_size, quick), RankSpeed)
         finally:
@@ -257,18 +267,41 @@ def _block(device: torch.device) -> tuple[ModelSpec, int, int]:
     return of_device(on_gpu=device.type == "cuda", quick=True)
 
 
+def _links(device: torch.device, local_size: int) -> tuple[list[Timing], list[Timing]]:
+    """Timed collectives within this rank's node, and among the ranks that stand at its place on the nodes.
+
+    Collective over all ranks: all groups are timed at once, as ranks of a node share its network.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    on_gpu = device.type == "cuda" and dist.get_backend() == "nccl"
+    where, (sizes, rounds) = device if on_gpu else torch.device("cpu"), links_between(device, quick=True)
+    if world == local_size:
+        return timed_collectives(where, sizes, rounds), []
+    if world % local_size:  # unequal nodes: which ranks share one is not known here
+        return [], []
+    nodes = [range(first, first + local_size) for first in range(0, world, local_size)]
+    places = [range(place, world, local_size) for place in range(local_size)]
+    own: list[list[Timing]] = []
+    for groups in (nodes, places):
+        made = {ranks: dist.new_group(list(ranks)) for ranks in groups}  # every rank makes every group
+        ranks = next(ranks for ranks in groups if rank in ranks)
+        own.append(timed_collectives(where, sizes, rounds, made[ranks]) if len(ranks) > 1 else [])
+        dist.barrier()
+    return own[0], own[1]
+
+
 def _accelerator(device: torch.device, samples: Samples, local_size: int) -> Accelerator:
-    """The fitted accelerator of this rank. If all ranks are on one node, they measure its links; else the links are the
-    catalogue's."""
-    world, links = dist.get_world_size(), []
-    if local_size == world:
-        on_gpu = device.type == "cuda" and dist.get_backend() == "nccl"
-        links = timed_collectives(device if on_gpu else torch.device("cpu"), *links_between(device, quick=True))
+    """The fitted accelerator of this rank, with the links of its node and those to the other nodes."""
+    inside, across = _links(device, local_size)
     base = ceilings(device, max(timing.rate for timing in samples.products), max(samples.streams.values()))
-    accelerator = fitted(base, samples, (world, links)).accelerator
-    if device.type == "cpu":  # ranks of a node share its memory
-        accelerator = structs.replace(accelerator, memory=accelerator.memory // local_size)
-    if links:  # RanksResult makes groups of one node's ranks: the links between groups are those between ranks
+    accelerator = fitted(base, samples, (local_size, inside)).accelerator
+    sharing = local_size  # ranks of a node share its memory, or that of a GPU
+    if device.type == "cuda":
+        sharing = -(-local_size // max(1, torch.cuda.device_count()))
+    accelerator = structs.replace(accelerator, memory=accelerator.memory // sharing)
+    if across:
+        return with_across(base, accelerator, dist.get_world_size() // local_size, across)
+    if inside:  # RanksResult makes groups of one node's ranks: the links between groups are those between ranks
         accelerator = structs.replace(accelerator, across=accelerator.inside)
         assert accelerator.achieved is not None
         accelerator = structs.replace(

@@ -81,6 +81,16 @@ def fitted(base: Accelerator, samples: Samples, links: tuple[int, list[Timing]])
     return CalibrationResult(samples.name, accelerator, fit.rows, samples.host[0], all_timings)
 
 
+def with_across(base: Accelerator, accelerator: Accelerator, nodes: int, timings: list[Timing]) -> Accelerator:
+    """The fitted `accelerator` with the link between nodes, by the timings of a ring with a rank on each of them."""
+    assert accelerator.achieved is not None
+    fit = Fit(structs.replace(base, inside=base.across), accelerator.achieved)
+    across = fit.links(nodes, timings)
+    shares = structs.replace(accelerator.achieved, across=min(SHARE, fit.achieved.inside))
+    kept = (shares.source or "").replace(", across", "")
+    return structs.replace(accelerator, across=across, achieved=structs.replace(shares, source=kept))
+
+
 class Fit:
     """Finds the constants one after the other, and makes a row for each measurement."""
 

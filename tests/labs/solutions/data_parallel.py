@@ -9,7 +9,7 @@ class DataParallel(nn.Module):
         self.module, self.group, self.bucket_bytes = module, group, bucket_bytes
         self.bucket, self.sent = [], []
         for parameter in module.parameters():
-            dist.broadcast(parameter.data, src=0, group=group)
+            dist.broadcast(parameter.data, group_src=0, group=group)
             parameter.register_post_accumulate_grad_hook(self.ready)
 
     def forward(self, x: Tensor) -> Tensor:

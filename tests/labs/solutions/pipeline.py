@@ -9,11 +9,11 @@ def run(actions, stage, inputs, loss_of, shape, group):
 
     def send(tensor, peer):
         tensor = tensor.detach().contiguous()
-        sent.append((tensor, dist.isend(tensor, peer, group=group)))
+        sent.append((tensor, dist.isend(tensor, group_dst=peer, group=group)))
 
     def receive(peer):
         tensor = torch.empty(shape, dtype=torch.float64)
-        dist.recv(tensor, peer, group=group)
+        dist.recv(tensor, group_src=peer, group=group)
         return tensor
 
     for kind, number in actions:

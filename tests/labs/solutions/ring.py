@@ -6,8 +6,8 @@ def pass_on(tensor, group):
     """To the next rank of the ring, from the one before."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     received = torch.empty_like(tensor)
-    sending = dist.isend(tensor.contiguous(), (rank + 1) % ranks, group=group)
-    dist.recv(received, (rank - 1) % ranks, group=group)
+    sending = dist.isend(tensor.contiguous(), group_dst=(rank + 1) % ranks, group=group)
+    dist.recv(received, group_src=(rank - 1) % ranks, group=group)
     sending.wait()
     return received
 

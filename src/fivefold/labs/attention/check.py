@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.labs.attention.lab import HEAD, HEADS, MIXED, SUMMED, B, D, S
-from fivefold.labs.student import called, load_shards, probe, recorded, unlike
+from fivefold.labs.student import Grouped, called, load_shards, probe, recorded, unlike
 
 
 class Whole(nn.Module):
@@ -44,7 +43,7 @@ class Model(nn.Module):
         return output
 
 
-class Check:
+class Check(Grouped):
     def __init__(self, kv_heads: int, heads: int = HEADS, head: int = HEAD, shape: tuple[int, int, int] = (B, S, D)):
         self.kv_heads, self.heads, self.shape, width = kv_heads, heads, shape, shape[-1]
         kv = (kv_heads * head, width)
@@ -54,12 +53,12 @@ class Check:
         self.LAYOUTS = ["tp=2"]
 
     def build(self, layout: dict[str, int]) -> nn.Module:
-        self.layout = layout
+        self.join(layout)
         return self.made(self.weights)
 
     def made(self, weights: dict[str, Tensor]) -> nn.Module:
         values = [weights[f"attention.{name}"] for name in "qkvo"]
-        given: list[Any] = [*values, self.heads, self.kv_heads, dist.group.WORLD]
+        given: list[Any] = [*values, self.heads, self.kv_heads, self.group]
         return Model(weights, called("TensorParallelAttention", *given) if self.layout else Whole(*given))
 
     def load(self, model: nn.Module, full: dict[str, Tensor]) -> None:

@@ -24,16 +24,40 @@ def needs(kv_heads: int) -> Callable[[Mapping[str, int]], list[LabMessage]]:
     return by_layout
 
 
+# No rank shares a kv head there.
+_WHOLE = (
+    Hint(
+        ("(attention.", "missing SUM"),
+        "whole on every rank, of which each uses a part: keep the part of this rank's heads alone, as the parameter",
+    ),
+)
+_FEWER = tuple(
+    Hint(
+        words,
+        "ranks are more than kv heads here, so that a k or v cut into as many parts has less than a head: keep the "
+        "whole kv head that this rank's query heads use",
+    )
+    for words in (("raised", "multiply up to the size"), ("raised", "is invalid for input of size"))
+)
 LAB = Lab(
     "attention",
     "Tensor-parallel attention",
     "heads over ranks, two all-reduces a layer, and kv heads that are fewer than ranks",
     (
-        Case("heads", ("tp=2", "tp=4"), "eight heads", needs(8), {MIXED: -1, SUMMED: None}),
+        Case("heads", ("tp=2", "tp=4"), "eight heads", needs(8), {MIXED: -1, SUMMED: None}, hints=_WHOLE),
         # With tp=2 a rank has two kv heads of two query heads each: in which order, shows only here.
-        Case("grouped", ("tp=2", "tp=4"), "four kv heads", needs(4), {MIXED: -1, SUMMED: None}),
-        Case("paired", ("tp=4",), "kv heads that two ranks share", needs(2), {MIXED: -1, SUMMED: None}),
-        Case("shared", ("tp=2", "tp=4"), "kv heads that ranks share", needs(1), {MIXED: -1, SUMMED: None}),
+        Case(
+            "grouped",
+            ("tp=2", "tp=4", "tp=2,groups=2"),
+            "four kv heads",
+            needs(4),
+            {MIXED: -1, SUMMED: None},
+            hints=_WHOLE,
+        ),
+        Case("paired", ("tp=4",), "kv heads that two ranks share", needs(2), {MIXED: -1, SUMMED: None}, hints=_FEWER),
+        Case(
+            "shared", ("tp=2", "tp=4"), "kv heads that ranks share", needs(1), {MIXED: -1, SUMMED: None}, hints=_FEWER
+        ),
     ),
     (
         Hint((SUMMED, "nobody adds"), "o has the features of this rank's heads: its products are to be summed over tp"),
@@ -44,6 +68,7 @@ LAB = Lab(
             (MIXED, "differs"),
             "look at the mask, at the scale 1/sqrt(head width), and at which kv head each query head uses",
         ),
+        *(Hint((name, "missing SUM"), _WHOLE[0].sentence) for name in ("attention.q", "attention.o")),
         Hint(("is in __init__",), "`dist.new_group` is called by all ranks, for all groups and in the same order"),
         Hint(
             ("attention.k", "no one factor"),

@@ -2,12 +2,11 @@
 
 from itertools import pairwise
 
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.labs.data_parallel.lab import BUCKET, SAMPLES, START, WIDTHS
-from fivefold.labs.student import TIMERS, called, load_shards, mark, mark_waits, probe, recorded, unlike
+from fivefold.labs.student import TIMERS, Grouped, called, load_shards, mark, mark_waits, probe, recorded, unlike
 
 
 class Layers(nn.Module):
@@ -25,7 +24,7 @@ class Layers(nn.Module):
         return x
 
 
-class Check:
+class Check(Grouped):
     LAYOUTS = ("dp=2",)
 
     def __init__(self, tied: bool, samples: int = SAMPLES, widths: tuple[int, ...] = WIDTHS, bucket: int = BUCKET):
@@ -35,10 +34,10 @@ class Check:
             self.weights |= {f"{index}.weight": unlike((out, wide), index), f"{index}.bias": unlike((out,), 10 + index)}
 
     def build(self, layout: dict[str, int]) -> nn.Module:
-        self.layout = layout
+        self.join(layout)
         if layout and not TIMERS:
             mark_waits("all_reduce")
-        other = {name: weight + dist.get_rank() for name, weight in self.weights.items()}
+        other = {name: weight + self.rank for name, weight in self.weights.items()}
         model = self.made(other)
         probe(layout, START, self.inner(model).weights[-1])
         self.inner(model).weights[0].register_post_accumulate_grad_hook(lambda _: mark("backward"))
@@ -46,7 +45,7 @@ class Check:
 
     def made(self, weights: dict[str, Tensor]) -> nn.Module:
         layers = Layers(weights, self.tied)
-        return called("DataParallel", layers, dist.group.WORLD, self.bucket) if self.layout else layers
+        return called("DataParallel", layers, self.group, self.bucket) if self.layout else layers
 
     def inner(self, model: nn.Module) -> Layers:
         return model.module if self.layout else model  # type: ignore[return-value]
@@ -62,15 +61,13 @@ class Check:
         return unlike((self.samples, self.widths[0]), 100 + step), unlike((self.samples, self.widths[-1]), 200 + step)
 
     def step(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        x, y = (side.chunk(dist.get_world_size())[dist.get_rank()] for side in batch)
+        x, y = (side.chunk(self.ranks)[self.rank] for side in batch)
         with recorded(self.layout):
             loss = F.mse_loss(model(x), y)
             loss.backward()
             if self.layout:
                 model.finish()  # type: ignore[operator]
-        total = loss.detach() / dist.get_world_size()
-        dist.all_reduce(total)
-        return {"loss": total}
+        return {"loss": self.total(loss) / self.ranks}
 
 
 layers, tied = Check(False), Check(True)

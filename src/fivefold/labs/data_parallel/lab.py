@@ -45,7 +45,7 @@ LAB = Lab(
     "a mean of gradients, sent while the backward pass runs",
     (
         Case("layers", ("dp=2", "dp=4"), "three layers", needs, {START: None}, overlaps),
-        Case("tied", ("dp=2",), "a layer that is used twice", needs, {START: None}, overlaps),
+        Case("tied", ("dp=2", "dp=2,groups=2"), "a layer that is used twice", needs, {START: None}, overlaps),
     ),
     (
         Hint((START,), "ranks begin with the weights of rank 0: broadcast them"),

@@ -3,12 +3,11 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.labs.experts.lab import EXPERTS, HIDDEN, OUTPUT, TOP, D
-from fivefold.labs.student import called, load_shards, probe, recorded, unlike
+from fivefold.labs.student import Grouped, called, load_shards, probe, recorded, unlike
 
 NAMES = ("router", "up", "down")
 
@@ -48,9 +47,8 @@ class Model(nn.Module):
         self.x, self.moe = nn.Parameter(x.clone()), moe
 
 
-class Check:
+class Check(Grouped):
     LAYOUTS = ("ep=2",)
-    layout: dict[str, int]
 
     def __init__(self, tokens: int, width: int = D, hidden: int = HIDDEN, alone: type[Whole] = Whole):
         self.shape, self.alone = (tokens, width), alone
@@ -58,21 +56,18 @@ class Check:
         self.weights = {"x": unlike(self.shape, 0)}
         self.weights |= {f"moe.{name}": unlike(size, 1 + seed) for seed, (name, size) in enumerate(sizes.items())}
 
-    def world(self, layout: dict[str, int]) -> int:
-        return layout["ep"]
-
     def build(self, layout: dict[str, int]) -> Model:
-        self.layout = layout
+        self.join(layout)
         return self.made(self.weights)
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's tokens: all but the last rank have as many as the first, if there are as many."""
-        parts = list(x.split(-(-len(x) // dist.get_world_size())))
-        return parts[dist.get_rank()] if dist.get_rank() < len(parts) else x[:0]
+        parts = list(x.split(-(-len(x) // self.ranks)))
+        return parts[self.rank] if self.rank < len(parts) else x[:0]
 
     def made(self, weights: dict[str, Tensor]) -> Model:
         given = [weights[f"moe.{name}"] for name in NAMES]
-        moe = called("ExpertParallelMoE", *given, TOP, dist.group.WORLD) if self.layout else self.alone(*given)
+        moe = called("ExpertParallelMoE", *given, TOP, self.group) if self.layout else self.alone(*given)
         return Model(self.own(weights["x"]), moe)
 
     def load(self, model: Model, full: dict[str, Tensor]) -> None:
@@ -88,13 +83,11 @@ class Check:
             probe(self.layout, OUTPUT, output)
             loss = (output * self.own(batch)).sum()
             loss.backward()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
         router = model.moe.router
-        self.summed = torch.zeros_like(router) if router.grad is None else router.grad.clone()
-        dist.all_reduce(self.summed)  # as data parallelism does, which is another lab
+        # As data parallelism does, which is another lab.
+        self.summed = self.total(torch.zeros_like(router) if router.grad is None else router.grad)
         self.router = router
-        return {"loss": total}
+        return {"loss": self.total(loss)}
 
     def grad(self, parameter: nn.Parameter) -> Tensor | None:
         return self.summed if parameter is self.router else parameter.grad

@@ -33,7 +33,8 @@ LAB = Lab(
     "route, exchange and combine tokens whose numbers nobody knows beforehand",
     (
         Case("tokens", ("ep=2", "ep=4"), "ten tokens, two experts each", None, {OUTPUT: 0}, exchanges),
-        Case("few", ("ep=2", "ep=4"), "ranks without tokens, idle experts", None, {OUTPUT: 0}, exchanges),
+        Case("few", ("ep=2", "ep=4", "ep=2,groups=2"), "ranks without tokens, idle experts", None, {OUTPUT: 0},
+             exchanges),
     ),
     (
         Hint((OUTPUT, "another order"), "results come back in the order in which tokens were sent: undo the sort"),
@@ -44,6 +45,7 @@ LAB = Lab(
         ),
         Hint(("router", "no one factor"), "the router learns by the weights: they must not be detached"),
         Hint(("router", "zero or missing"), "the router learns by the weights: they must not be detached"),
+        Hint(("down", "missing SUM"), "every expert is on one rank: keep this rank's alone"),
         Hint(("up", "missing SUM"), "every expert is on one rank: keep this rank's alone"),
         Hint(("up", "missing"), "an expert has the tokens of all ranks: backward of an exchange is the one back"),
         Hint(("exactly x",), "an expert has the tokens of all ranks: its gradient is whole, and not to be reduced"),

@@ -1,11 +1,10 @@
 """The check of the lab: an MLP of a student's two layers against one process of `nn.functional.linear`."""
 
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.labs.linear.lab import COLUMN, OUT, ROW, THIN, B, D, S
-from fivefold.labs.student import called, load_shards, probe, recorded, unlike
+from fivefold.labs.student import Grouped, called, load_shards, probe, recorded, unlike
 
 
 class MLP(nn.Module):
@@ -33,7 +32,7 @@ class Whole(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-class Check:
+class Check(Grouped):
     def __init__(self, shape: tuple[int, ...], hidden: int, out: int):
         self.shape, self.out = shape, out
         sizes = {"x": shape, "first.weight": (hidden, shape[-1]), "first.bias": (hidden,),
@@ -42,7 +41,7 @@ class Check:
         self.LAYOUTS = ["tp=2"]
 
     def build(self, layout: dict[str, int]) -> nn.Module:
-        self.layout = layout
+        self.join(layout)
         return self.made(self.weights, alone=not layout)
 
     def made(self, weights: dict[str, Tensor], alone: bool) -> nn.Module:
@@ -50,7 +49,7 @@ class Check:
         if alone:
             return MLP(weights, *(Whole(*pair) for pair in pairs))
         names = "ColumnParallelLinear", "RowParallelLinear"
-        return MLP(weights, *(called(name, *pair, dist.group.WORLD) for name, pair in zip(names, pairs, strict=True)))
+        return MLP(weights, *(called(name, *pair, self.group) for name, pair in zip(names, pairs, strict=True)))
 
     def load(self, model: nn.Module, full: dict[str, Tensor]) -> None:
         load_shards(model, self.made(full, alone=not self.layout), full)

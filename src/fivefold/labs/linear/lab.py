@@ -23,7 +23,13 @@ LAB = Lab(
     "which dimension of a weight is sharded, and which layer needs a sum",
     (
         Case("mlp", ("tp=2", "tp=4"), "an MLP with biases", two_sums(B * S * D, B * S * D), _PROBES),
-        Case("thin", ("tp=2", "tp=4"), "hidden width 12, output 5", two_sums(3 * OUT, 3 * THIN[-1]), _PROBES),
+        Case(
+            "thin",
+            ("tp=2", "tp=4", "tp=2,groups=2"),
+            "hidden width 12, output 5",
+            two_sums(3 * OUT, 3 * THIN[-1]),
+            _PROBES,
+        ),
     ),
     (
         Hint((ROW, "nobody adds"), "all-reduce what each rank's features give"),
@@ -39,6 +45,14 @@ LAB = Lab(
             ("gradients (x)", "missing SUM"),
             "each rank has the part of the input's gradient that its output features give; the column-parallel layer "
             "has to sum them over tp in backward",
+        ),
+        Hint(
+            ("(first.", "missing SUM"),
+            "whole on every rank, of which each uses a part: keep this rank's part alone, as the parameter",
+        ),
+        Hint(
+            ("(second.weight", "missing SUM"),
+            "whole on every rank, of which each uses a part: keep this rank's part alone, as the parameter",
         ),
         Hint(
             ("exactly x", "= tp"),

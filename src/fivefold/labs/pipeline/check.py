@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.labs.pipeline.lab import LAYERS, SAMPLES, WIDTH, actions
-from fivefold.labs.student import called, expect, kind_of_value, load_shards, mark, recorded, unlike
+from fivefold.labs.student import Grouped, called, expect, kind_of_value, load_shards, mark, recorded, unlike
 
 
 class Layers(nn.Module):
@@ -23,9 +22,8 @@ class Layers(nn.Module):
         return x
 
 
-class Check:
+class Check(Grouped):
     LAYOUTS = ("pp=2,m=2",)
-    layout: dict[str, int]
 
     def __init__(
         self, schedule: str, samples: int = SAMPLES, width: int = WIDTH, layers: int = LAYERS, even: bool = False
@@ -37,13 +35,13 @@ class Check:
         return {"m": layout.get("m", 1)}
 
     def build(self, layout: dict[str, int]) -> nn.Module:
-        self.layout = layout
+        self.join(layout)
         return self.made(self.weights)
 
     def made(self, weights: dict[str, Tensor]) -> Layers:
         if not self.layout:
             return Layers(weights, range(self.count))
-        rank, stages = dist.get_rank(), self.layout["pp"]
+        rank, stages = self.rank, self.layout["pp"]
         if self.even:
             firsts = [self.count * stage // stages for stage in range(stages + 1)]
         else:  # the first stage has one layer, and the others share the rest
@@ -66,12 +64,12 @@ class Check:
         inputs, targets = (list(side.chunk(m)) for side in batch)
         hooks = [model.register_forward_pre_hook(lambda *_: mark("F")),
                  model.register_full_backward_hook(lambda *_: mark("B"))]  # fmt: skip
-        given = actions(self.schedule, stages, m, dist.get_rank())
+        given = actions(self.schedule, stages, m, self.rank)
         shape = (len(inputs[0]), self.shape[1])
-        arguments = (given, model, inputs, lambda y, i: F.mse_loss(y, targets[i]), shape, dist.group.WORLD)
+        arguments = (given, model, inputs, lambda y, i: F.mse_loss(y, targets[i]), shape, self.group)
         with recorded(self.layout):
             losses = called("run", *arguments)
-            last = dist.get_rank() == stages - 1
+            last = self.rank == stages - 1
             wanted = f"a list of {m} losses" if last else "[]: the last stage alone has losses"
             held = (
                 f"run returns {kind_of_value(losses)}"
@@ -81,7 +79,7 @@ class Check:
             expect(isinstance(losses, list) and len(losses) == (m if last else 0), held, wanted)
         for hook in hooks:
             hook.remove()
-        if dist.get_rank() < stages - 1:
+        if self.rank < stages - 1:
             return {"loss": None}
         return {"loss": sum(loss.detach() for loss in losses) / m}
 

@@ -63,8 +63,8 @@ LAB = Lab(
     (
         Case("gpipe", ("pp=2,m=3", "pp=3,m=2"), "GPipe; fewer microbatches than stages", needs("gpipe"),
              judge=in_order("gpipe")),
-        Case("one_f_one_b", ("pp=2,m=4", "pp=4,m=5", "pp=4,m=2"), "1F1B; uneven stages", needs("1f1b"),
-             judge=in_order("1f1b")),
+        Case("one_f_one_b", ("pp=2,m=4", "pp=4,m=5", "pp=4,m=2", "pp=2,m=3,groups=2"), "1F1B; uneven stages",
+             needs("1f1b"), judge=in_order("1f1b")),
     ),
     (
         Hint(("exactly x", "= m"), "the loss is the mean over all microbatches: each counts 1/m"),

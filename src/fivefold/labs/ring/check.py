@@ -1,12 +1,11 @@
 """The check of the lab: a student's function on parts of a sequence, against one process's kernel on all of it."""
 
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fivefold.labs.ring.lab import OUTPUT, TOKENS, B, D, H
-from fivefold.labs.student import called, load_shards, probe, recorded, unlike
+from fivefold.labs.student import Grouped, called, load_shards, probe, recorded, unlike
 
 
 class Sides(nn.Module):
@@ -17,16 +16,15 @@ class Sides(nn.Module):
         self.q, self.k, self.v = (nn.Parameter(sides[name].clone()) for name in "qkv")
 
 
-class Check:
+class Check(Grouped):
     LAYOUTS = ("cp=2",)
-    layout: dict[str, int]
 
     def __init__(self, causal: bool, scale: float = 1.0, shape: tuple[int, ...] = (B, H, TOKENS, D)):
         self.causal, self.shape = causal, shape
         self.weights = {name: unlike(shape, seed) * scale for seed, name in enumerate("qkv")}
 
     def build(self, layout: dict[str, int]) -> Sides:
-        self.layout = layout
+        self.join(layout)
         return self.made(self.weights)
 
     def made(self, weights: dict[str, Tensor]) -> Sides:
@@ -34,7 +32,7 @@ class Check:
 
     def own(self, side: Tensor) -> Tensor:
         """This rank's tokens."""
-        return side.chunk(dist.get_world_size(), dim=2)[dist.get_rank()]
+        return side.chunk(self.ranks, dim=2)[self.rank]
 
     def load(self, model: Sides, full: dict[str, Tensor]) -> None:
         load_shards(model, self.made(full))
@@ -47,16 +45,14 @@ class Check:
         sides = model.q, model.k, model.v
         with recorded(self.layout):
             if self.layout:
-                output = called("ring_attention", *sides, self.causal, dist.group.WORLD)
+                output = called("ring_attention", *sides, self.causal, self.group)
             else:
                 with sdpa_kernel(SDPBackend.MATH):  # a fused kernel is another matter than how many ranks there are
                     output = F.scaled_dot_product_attention(*sides, is_causal=self.causal)
             probe(self.layout, OUTPUT, output)
             loss = (output * self.own(batch)).sum()
             loss.backward()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        return {"loss": total}
+        return {"loss": self.total(loss)}
 
 
 whole, causal, large = Check(False), Check(True), Check(True, 30.0)

@@ -40,7 +40,7 @@ LAB = Lab(
     "softmax in parts: how blocks of keys are merged, and what goes around the ring",
     (
         Case("whole", ("cp=2", "cp=3", "cp=4"), "every token sees all", needs, {OUTPUT: 2}, in_a_ring),
-        Case("causal", ("cp=2", "cp=4"), "causal", needs, {OUTPUT: 2}, in_a_ring),
+        Case("causal", ("cp=2", "cp=4", "cp=2,groups=2"), "causal", needs, {OUTPUT: 2}, in_a_ring),
         Case("large", ("cp=2",), "scores up to 1,000", needs, {OUTPUT: 2}, in_a_ring),
     ),
     (

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.labs.sequence.lab import GATHERED, HIDDEN, NORMED, OUTPUT, B, D
-from fivefold.labs.student import called, load_shards, probe, recorded, unlike
+from fivefold.labs.student import Grouped, called, load_shards, probe, recorded, unlike
 
 NAMES = ("weight", "bias", "up", "down")
 
@@ -47,7 +46,7 @@ class Model(nn.Module):
         return output
 
 
-class Check:
+class Check(Grouped):
     LAYOUTS = ("tp=2",)
 
     def __init__(self, tokens: int, sequences: int = B, width: int = D, hidden: int = HIDDEN):
@@ -57,15 +56,15 @@ class Check:
         self.weights |= {f"norm.{name}": unlike(size, 1 + seed) for seed, (name, size) in enumerate(sizes.items())}
 
     def build(self, layout: dict[str, int]) -> nn.Module:
-        self.layout = layout
+        self.join(layout)
         return self.made(self.weights)
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's tokens."""
-        return x.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]
+        return x.chunk(self.ranks, dim=1)[self.rank]
 
     def made(self, weights: dict[str, Tensor]) -> nn.Module:
-        given: list[Any] = [*(weights[f"norm.{name}"] for name in NAMES), dist.group.WORLD]
+        given: list[Any] = [*(weights[f"norm.{name}"] for name in NAMES), self.group]
         block = called("SequenceParallelMLP", *given) if self.layout else Whole(*given)
         return Model(self.own(weights["x"]), block)
 
@@ -80,9 +79,7 @@ class Check:
         with recorded(self.layout):
             loss = (model(self.layout) * self.own(batch)).sum()
             loss.backward()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        return {"loss": total}
+        return {"loss": self.total(loss)}
 
 
 six, eight = Check(6), Check(8)

@@ -22,7 +22,10 @@ LAB = Lab(
     "sequence",
     "Sequence parallelism",
     "an all-reduce in its two halves, and replicated weights that see other tokens",
-    (Case("six", ("tp=2",), "six tokens", needs, _PROBES), Case("eight", ("tp=4",), "eight tokens", needs, _PROBES)),
+    (
+        Case("six", ("tp=2", "tp=2,groups=2"), "six tokens", needs, _PROBES),
+        Case("eight", ("tp=4",), "eight tokens", needs, _PROBES),
+    ),
     (
         Hint((GATHERED, "another order"), "tokens are joined in dimension 1; torch's collectives join dimension 0"),
         Hint((GATHERED, "shape"), "all ranks' tokens are gathered along dimension 1"),
@@ -33,6 +36,8 @@ LAB = Lab(
         Hint((OUTPUT, "= tp x"), "summands are added twice, or are whole: up and down are to be sharded"),
         Hint((OUTPUT, "= 1/tp x"), "a sum is wanted, and not the mean"),
         Hint((OUTPUT, "by a bias"), "a bias that every rank adds before the sum is there tp times"),
+        *(Hint((name, "missing SUM"), "whole on every rank, of which each uses a part: keep this rank's part alone")
+          for name in ("norm.up", "norm.down")),
         Hint(("norm", "missing SUM"), "the norm's weights are on every rank, and each sees other tokens: sum their "
                                       "gradients over tp"),
         Hint(("x", "exactly x", "= 1/tp"), "a gradient is to be summed, and not averaged"),

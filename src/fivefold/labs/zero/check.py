@@ -4,12 +4,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.labs.student import called, load_shards, mark, probe, recorded, unlike
-from fivefold.labs.zero.lab import LAYER, LR, MOMENTUM, SAMPLES, SIZES, WIDTHS
+from fivefold.labs.student import Grouped, called, load_shards, mark, probe, recorded, unlike
+from fivefold.labs.zero.lab import LAYER, LR, MOMENTUM, SAMPLES, STAGE_1, STAGE_3, sizes_of
 
 
 class Whole(nn.Module):
@@ -32,22 +31,21 @@ class Layers(nn.Module):
         return self.second(F.gelu(inner))
 
 
-class Check:
+class Check(Grouped):
     LAYOUTS = ("dp=2",)
     optimizer: Any = None
-    layout: dict[str, int]
 
-    def __init__(self, sharded: bool, samples: int = SAMPLES, widths: tuple[int, ...] = WIDTHS):
+    def __init__(self, sharded: bool, widths: tuple[int, ...], samples: int = SAMPLES):
         self.sharded, self.samples, self.widths = sharded, samples, widths
         pairs = zip(("first", "second"), pairwise(widths), strict=True)
         self.weights = {f"{name}.weight": unlike((out, wide), wide) for name, (wide, out) in pairs}
 
     def build(self, layout: dict[str, int]) -> nn.Module:
-        self.layout = layout
+        self.join(layout)
         model = self.made(self.weights)
         given = list(model.parameters()), LR, MOMENTUM
         if layout and not self.sharded:
-            self.optimizer = called("ZeroOneSGD", *given, dist.group.WORLD)
+            self.optimizer = called("ZeroOneSGD", *given, self.group)
         else:
             self.optimizer = torch.optim.SGD(given[0], lr=LR, momentum=MOMENTUM)
         return model
@@ -55,39 +53,36 @@ class Check:
     def made(self, weights: dict[str, Tensor]) -> Layers:
         values = (weights["first.weight"], weights["second.weight"])
         if self.layout and self.sharded:
-            return Layers(*(called("ShardedLinear", weight, dist.group.WORLD) for weight in values))
+            return Layers(*(called("ShardedLinear", weight, self.group) for weight in values))
         return Layers(*map(Whole, values))
 
     def load(self, model: nn.Module, full: dict[str, Tensor]) -> None:
         load_shards(model, self.made(full), full)
         if self.layout and not self.sharded:  # its shards are copies of weights
-            self.optimizer = called("ZeroOneSGD", list(model.parameters()), LR, MOMENTUM, dist.group.WORLD)
+            self.optimizer = called("ZeroOneSGD", list(model.parameters()), LR, MOMENTUM, self.group)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         return unlike((self.samples, self.widths[0]), 100 + step), unlike((self.samples, self.widths[-1]), 200 + step)
 
     def step(self, model: Any, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        x, y = (side.chunk(dist.get_world_size())[dist.get_rank()] for side in batch)
+        x, y = (side.chunk(self.ranks)[self.rank] for side in batch)
         with recorded(self.layout), torch.autograd.graph.saved_tensors_hooks(self.kept, lambda tensor: tensor):
             loss = F.mse_loss(model(x, self.layout), y)
             loss.backward()
-        total = loss.detach() / dist.get_world_size()
-        dist.all_reduce(total)
         self.means = {}
         for parameter in model.parameters():
-            self.means[parameter] = parameter.grad.clone()
-            if not self.sharded:  # whose gradients are reduced in the optimizer's step
-                dist.all_reduce(self.means[parameter])
-                self.means[parameter] /= dist.get_world_size()
-        return {"loss": total}
+            own = parameter.grad
+            # Of ZeRO 1 they are reduced in the optimizer's step, which is not compared yet.
+            self.means[parameter] = own.clone() if self.sharded else self.total(own) / self.ranks
+        return {"loss": self.total(loss) / self.ranks}
 
     def kept(self, tensor: Tensor) -> Tensor:
         """Forward keeps this for backward."""
         if (
             self.layout
             and self.sharded
-            and tensor.numel() in SIZES
-            and tensor.shape[0] != SAMPLES // dist.get_world_size()
+            and tensor.numel() in sizes_of(self.widths)
+            and tensor.shape[0] != self.samples // self.ranks
         ):
             mark("state", tensor.numel())
         return tensor
@@ -105,5 +100,5 @@ class Check:
         return {}
 
 
-stage1, stage3 = Check(False), Check(True)
-bench = Check(True, 512, (512, 2048, 512))
+stage1, stage3 = Check(False, STAGE_1), Check(True, STAGE_3)
+bench = Check(True, (512, 2048, 512), 512)
