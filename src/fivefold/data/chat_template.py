@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,7 @@ class ChatTemplate:
         if not_installed("jinja2"):
             how = 'jinja2, which is not installed: pip install "fivefold[train]"'
             raise UserError(f"chat templates need {how}", "install.jinja2")
-        self._first = {"template": source, "names": names, "today": today}
-        self._first |= {"seconds": SECONDS, "memory": MEMORY, "longest": LONGEST}
+        limits = {"seconds": SECONDS, "memory": MEMORY, "longest": LONGEST}
         self._rest = b""
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("template_process.py"))],
@@ -71,7 +71,7 @@ class ChatTemplate:
             env={name: os.environ[name] for name in _KEPT_ENV if name in os.environ},
         )
         try:
-            answer = self._ask(self._first)
+            answer = self._ask({"template": source, "names": names, "today": today, **limits})
             self.tags = answer.tags
             if answer.error:
                 raise UserError(self._problem(answer))
@@ -98,10 +98,8 @@ class ChatTemplate:
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                try:
+                with suppress(OSError):  # what was not yet sent
                     pipe.close()
-                except OSError:  # what was not yet sent
-                    pass
         self._process.wait()
 
     # ---- the process -------------------------------------------------------------------------------------------------
@@ -148,7 +146,7 @@ class ChatTemplate:
                 return Problem("chat.refused", f"{where} refuses it: {answer.said!r}")
             case "time":
                 slow = f"{where} takes more than {SECONDS:g} s of processor time for one conversation, and was ended"
-                return Problem("chat.time", f"{slow}; a template that does not end can be looked at, not used")
+                return Problem("chat.time", f"{slow}; another template can be given by --chat-template FILE")
             case "memory" | "ended":
                 return Problem(
                     "chat.memory", f"{where} needs more than {bytes_text(MEMORY)} of memory for one conversation"
@@ -161,7 +159,8 @@ class ChatTemplate:
             case "prefix.turn":
                 what = f"{where} writes {turn} otherwise where more messages follow: {answer.alone!r}, then"
                 return Problem("chat.prefix", f"{what} {answer.whole!r}; {tags}")
-        return Problem("chat.template", f"{where} fails: {answer.said}")
+        date = "; --date 2026-01-31 gives it a date, whenever it is run" if "strftime_now" in answer.said else ""
+        return Problem("chat.template", f"{where} fails: {answer.said}{date}")
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -178,8 +177,8 @@ def _own(directory: Path, settings: dict[str, Any]) -> tuple[str, str]:
     if isinstance(found, str):
         return found, f"the chat template of {directory / SETTINGS_FILE}"
     raise UserError(
-        f"{directory} has no chat template, neither {TEMPLATE_FILE} nor a chat_template in {SETTINGS_FILE}: base models "
-        "have none; nearest: the template of the model's instruct variant, by --chat-template FILE",
+        f"{directory} has no chat template, neither {TEMPLATE_FILE} nor a chat_template in {SETTINGS_FILE}: base "
+        "models have none; nearest: the template of the model's instruct variant, by --chat-template FILE",
         "chat.template.missing",
     )
 

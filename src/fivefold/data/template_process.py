@@ -38,7 +38,7 @@ class Generation(Extension):
     Both ends are marked in the text with a word that nobody can guess. Marks travel through macros, loops and blocks,
     where counting characters would not."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012
     word = secrets.token_hex(16)
 
     def parse(self, parser: Parser) -> nodes.Node:
@@ -121,7 +121,9 @@ class Renderer:
                 after = self.render(messages[: place + 1], more)
                 for kind, part in (("prompt", before), ("turn", after)):
                     if not text.startswith(part):
-                        shared = next((at for at, (a, b) in enumerate(zip(text, part, strict=False)) if a != b), len(text))
+                        shared = next(
+                            (at for at, (a, b) in enumerate(zip(text, part, strict=False)) if a != b), len(text)
+                        )
                         around = slice(max(0, shared - 20), shared + 20)
                         return {"error": f"prefix.{kind}", "turn": place, "alone": part[around], "whole": text[around]}
                 spans.append((len(before), max(len(before), len(after))))

@@ -1,6 +1,6 @@
 """Text to token ids, a batch at a time: bytes, which need nothing, or a Hugging Face `tokenizers` file."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import repeat
 from pathlib import Path
@@ -91,6 +91,7 @@ class FileTokenizer:
     decode = True
 
     def __init__(self, path: Path, eos: str | int | None):
+        self.path = path
         self.file: Path | None = path
         self.name = path.name
         self._tokenizer = _read(path)
@@ -105,6 +106,16 @@ class FileTokenizer:
         """No special tokens are added; those that the text itself spells out are recognised, as chat templates need."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return lambda: self._join(encodings, ends)
+
+    def encode_with_places(self, texts: list[str]) -> Iterator[tuple[NDArray[np.generic], NDArray[np.int64]]]:
+        """The ids of each text, and the character at which each of them begins."""
+        import tokenizers
+
+        # A file's own may move a token's begin behind its spaces, across the border of a turn.
+        self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+        for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False):
+            ids, begins = encoding.ids, [begin for begin, _ in encoding.offsets]
+            yield np.fromiter(ids, self._dtype, len(ids)), np.fromiter(begins, np.int64, len(ids))
 
     def _join(self, encodings: Sequence[Any], ends: list[bool]) -> Joined:
         # The library hands ids out as Python lists only: some 70 ns a token, on one core while the others encode.
@@ -196,7 +207,7 @@ class Encoded(NamedTuple):
     read: int  # bytes read from disk so far
 
 
-def encode_stream(stream: Iterator[TextPiece], tokenizer: Tokenizer, meter: Meter) -> Iterator[Encoded]:
+def encode_stream(stream: Iterator[TextPiece], tokenizer: Tokenizer, meter: Meter) -> Generator[Encoded, None, None]:
     """The batches, read and encoded in a background thread: Rust, zlib and file reads leave the interpreter free
     for joining, hashing and writing the batch before."""
 
