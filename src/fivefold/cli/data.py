@@ -51,7 +51,7 @@ def prepare(
     instead of its text: segments without loss are context only. Speed is limited by
     the disk and SHA-256 for bytes, and by the tokenizer's library otherwise.
 
-    With --chat a line is a conversation, {"messages": \[{"role": ..., "content":
+    With --chat a line is a conversation, {"messages": \\[{"role": ..., "content":
     ...}, ...]}. The model's chat template renders it, in a process of limited time
     and memory; data.source=packed trains on whole conversations.
 

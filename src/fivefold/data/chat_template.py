@@ -21,13 +21,12 @@ from typing import Any
 
 import msgspec
 
+from fivefold.data.tokenizer import SETTINGS_FILE, tokenizer_settings
 from fivefold.support.errors import Problem, UserError, not_installed
 from fivefold.support.files import read_regular
-from fivefold.support.parsing import read_json
 from fivefold.support.text import bytes_text, si
 
 TEMPLATE_FILE = "chat_template.jinja"
-SETTINGS_FILE = "tokenizer_config.json"
 NAMES_FILE = "special_tokens_map.json"
 
 SECONDS = 5.0  # of processor time, for one conversation: a thousand times what published templates take
@@ -82,9 +81,9 @@ class ChatTemplate:
     @classmethod
     def of(cls, tokenizer: Path, given: Path | None = None, today: str = "") -> "ChatTemplate":
         """The template of a tokenizer.json's model, or `given` in its place; the model's special tokens with it."""
-        settings = _table(tokenizer.parent / SETTINGS_FILE)
+        settings = tokenizer_settings(tokenizer.parent)
         source, where = _read(given) if given is not None else _own(tokenizer.parent, settings)
-        names = _special(_table(tokenizer.parent / NAMES_FILE)) | _special(settings)
+        names = _special(tokenizer_settings(tokenizer.parent, NAMES_FILE)) | _special(settings)
         return cls(source, where, names, today)
 
     def render(self, messages: list[Any], tools: Any = None) -> tuple[str, list[Span]]:
@@ -190,11 +189,6 @@ def _read(path: Path) -> tuple[str, str]:
         raise UserError(f"{path} cannot be read: {error.strerror or error}", "file.read") from None
     except UnicodeDecodeError:
         raise UserError(f"{path} is not a chat template: it is not UTF-8", "chat.template") from None
-
-
-def _table(path: Path) -> dict[str, Any]:
-    table = read_json(path) if path.is_file() else {}
-    return table if isinstance(table, dict) else {}
 
 
 def _special(table: dict[str, Any]) -> dict[str, str]:

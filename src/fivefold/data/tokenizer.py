@@ -20,6 +20,7 @@ from fivefold.support.text import did_you_mean, either
 
 BATCH_CHARACTERS = 4 << 20  # characters at a time: enough work for many cores, little enough to hold three times
 BATCH_PIECES = 8192
+SETTINGS_FILE = "tokenizer_config.json"
 # The names under which published tokenizers keep their end of document, most telling first.
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<EOS>", "[EOS]", "<｜end▁of▁sentence｜>")
 
@@ -171,14 +172,17 @@ def _end(path: Path, eos: str | int | None, names: dict[str, int], added: list[s
 
 def _own_end(directory: Path) -> Iterator[str]:
     """The end token that a Hugging Face model names in its own settings, if there are any."""
-    settings = directory / "tokenizer_config.json"
-    if not settings.is_file():
-        return
-    table = read_json(settings)
-    named = table.get("eos_token") if isinstance(table, dict) else None
+    named = tokenizer_settings(directory).get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
     if isinstance(named, str):
         yield named
+
+
+def tokenizer_settings(directory: Path, name: str = SETTINGS_FILE) -> dict[str, Any]:
+    """What a model's directory says of its tokenizer, if it does."""
+    path = directory / name
+    table = read_json(path, float) if path.is_file() else {}  # transformers writes that texts may have 10^30 tokens
+    return table if isinstance(table, dict) else {}
 
 
 def end_tokens(directory: Path, names: Iterable[str]) -> set[int]:
