@@ -28,7 +28,8 @@ from fivefold.support.text import did_you_mean, either
 
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-_ENDS_THE_PROCESS = {"chat.time", "chat.memory"}
+# Of the template, and so true of the next conversation, too; a process that took too much has ended.
+_OF_THE_TEMPLATE = {"chat.time", "chat.memory", "chat.long", "chat.template", "chat.prefix", "chat.loss"}
 
 
 class Chat(NamedTuple):
@@ -112,7 +113,7 @@ def _chats(sources: Sequence[TextSource], template: ChatTemplate, meter: Meter) 
             continue
         first = first if problems else meter.read()
         problems.append(item)
-        if item.code in _ENDS_THE_PROCESS:
+        if item.code in _OF_THE_TEMPLATE:
             break
         if len(problems) == MAX_PROBLEMS:
             stopped = f"stopped after {MAX_PROBLEMS} problems; there may be more"
