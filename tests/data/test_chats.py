@@ -56,8 +56,9 @@ def test_turns_are_found_by_rendering_prefixes(tmp_path: Path, jsonl: Jsonl) -> 
         ("also\nyes<|im_end|>\n", True),
     ]
     assert (summary.documents, summary.loss_tokens) == (2, 4 + 9 + 4)
-    assert summary.tokens == TokenStore.open(tmp_path / "chats").split("train").tokens
-    assert summary.longest == max(np.bincount(TokenStore.open(tmp_path / "chats").split("train").read(0, 90).documents))
+    split = TokenStore.open(tmp_path / "chats").split("train")
+    assert summary.tokens == split.tokens
+    assert summary.longest == max(np.bincount(split.read(0, split.tokens).documents))
 
 
 def test_turns_are_those_of_generation_tags(tmp_path: Path, jsonl: Jsonl) -> None:
