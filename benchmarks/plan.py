@@ -1,12 +1,15 @@
-"""`python -m benchmarks.plan`: how long the planner's whole search takes, on one core, in this process."""
+"""`python -m benchmarks.plan`: how long the planner's whole search takes, on one core, in this process. With
+`--against CHECKOUT`, whole commands of two checkouts in turn, and whether their answers are the same."""
 
 import sys
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from benchmarks import plan_against
 from fivefold.bench.harness import RowsResult
 from fivefold.cli import main, program
 from fivefold.cli.options import Json, Output
@@ -70,16 +73,28 @@ def empty_caches() -> None:
 
 def plan(
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="Searches of each kind; medians are shown.")] = 3,
+    against: Annotated[Path | None, typer.Option(help="Another checkout: time its commands in turn with ours.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="With --against: compare answers to 40 questions instead.")
+    ] = False,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Time the planner's whole search, in this process, on one core.
 
-    [dim]Example:[/]
+    [dim]Examples:[/]
 
       python -m benchmarks.plan
+
+      python -m benchmarks.plan --against ../before --rounds 5
+
+      python -m benchmarks.plan --against ../before --compare
     """
-    show(measure(rounds), as_json=as_json, output=output)
+    if against is None:
+        result = measure(rounds)
+    else:
+        result = plan_against.answers(against) if compare else plan_against.times(against, rounds)
+    show(result, as_json=as_json, output=output)
 
 
 app = program(plan)

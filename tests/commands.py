@@ -41,7 +41,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any
 
-from fivefold.launch.processes import PRELOADED_MODULES
+from fivefold.launch.supervisor import PRELOADED_MODULES
 
 # In a container the only one may be called /dev/nvidia3. A server that has asked CUDA for anything has children that
 # cannot use it.

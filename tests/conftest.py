@@ -18,7 +18,7 @@ from hypothesis import settings
 
 import fivefold
 from fivefold.data.prepare import prepare
-from fivefold.launch.processes import PRELOADED_MODULES
+from fivefold.launch.supervisor import PRELOADED_MODULES
 from fivefold.support.errors import Problem, UserError
 from tests.commands import HAS_GPU, interpreter
 from tests.layers import HEAVY, LAYERS, walk

@@ -61,7 +61,7 @@ def test_it_can_be_watched_and_leaves_nothing(tmp_path: Path) -> None:
 
 FORKABLE = """
 import threading, torch
-from fivefold.launch.processes import forkable
+from fivefold.launch.supervisor import forkable
 only_imported = forkable()
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 print(only_imported, forkable())

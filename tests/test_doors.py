@@ -7,8 +7,8 @@ from tests.layers import SOURCE, modules, nodes
 
 ALLOWED = {
     # The launcher's pipe to processes that it forks itself: inherited, never on disk, and closed to all others.
-    ("launch/processes.py", "import pickle"),
-    ("launch/processes.py", "pickle.loads"),
+    ("launch/supervisor.py", "import pickle"),
+    ("launch/supervisor.py", "pickle.loads"),
     # The benchmark's opponent reads files that the same process wrote a moment ago, in a directory of its own.
     ("bench/checkpoint_rank.py", "state_dict_loader"),
     ("bench/checkpoint_rank.py", "FileSystemReader"),
@@ -19,7 +19,7 @@ ALLOWED = {
     ("foreign/adapter.py", "spec.loader.exec_module"),
     # Our own modules: public names, those that ranks have in common, the views of a table, the command of a rank.
     ("__init__.py", "importlib.import_module"),
-    ("launch/processes.py", "importlib.import_module"),
+    ("launch/supervisor.py", "importlib.import_module"),
     ("launch/local.py", "runpy.run_module"),
     ("web/worker.py", "importlib.import_module"),
     ("web/views.py", "importlib.import_module"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fivefold import cli
+from fivefold.cli import commands
 from fivefold.spec.hf import to_hf_config
 from fivefold.spec.presets import preset
 from tests.layers import pure_modules
@@ -71,6 +72,7 @@ class NoTorch:
             raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)
 sys.meta_path.insert(0, NoTorch())
 from fivefold import cli
+from fivefold.cli import commands
 def walk(group, path=()):
     for name, command in group.commands.items():
         yield from walk(command, (*path, name)) if hasattr(command, 'commands') else [' '.join((*path, name))]
@@ -116,7 +118,7 @@ def test_an_import_that_is_a_bug_stays_a_traceback(monkeypatch: pytest.MonkeyPat
         def broken(error: ImportError = error) -> None:
             raise error
 
-        monkeypatch.setattr(cli, "app", broken)
+        monkeypatch.setattr(commands, "app", broken)
         with pytest.raises(ImportError) as raised:
             cli.main()
         assert raised.value is error

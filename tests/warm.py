@@ -14,7 +14,8 @@ import typer.main
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.launch.processes import Rank, forkable
+from fivefold.launch.processes import Rank
+from fivefold.launch.supervisor import forkable
 from fivefold.verifier.rank import measure
 from fivefold.verifier.reference import write_reference
 from tests.commands import HAS_GPU

@@ -28,7 +28,7 @@ from fivefold.job.toml_writer import to_toml
 from fivefold.launch.processes import RankError
 from fivefold.support.errors import UserError
 from fivefold.support.storage_place import Place, RemotePlace, place_of, remote_of
-from fivefold.trainer.directories import complete, home, run_directory
+from fivefold.trainer.directories import resumable_checkpoints, run_directory, run_place
 from tests.checkpoint.runs import Run, small_job, train
 from tests.commands import fivefold, here
 from tests.ranks import run_ranks
@@ -227,15 +227,15 @@ def test_a_runs_home_is_below_the_url(tokens: Path, tmp_path: Path, monkeypatch:
     here, again = {"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}
     first = run_directory(job(f"run.dir={tmp_path}/one"), fresh=False, env=here)
     assert first == tmp_path / "one" / "run"
-    assert str(home(job(), first)) == f"{url}/run"
-    save(Store(home(job(), first) / "checkpoints"), 1)
+    assert str(run_place(job(), first)) == f"{url}/run"
+    save(Store(run_place(job(), first) / "checkpoints"), 1)
     other = job(f"run.dir={tmp_path}/two")
     assert run_directory(other, fresh=False, env={}) == tmp_path / "two" / "run"
     assert run_directory(job(f"run.dir={tmp_path}/three"), fresh=True, env=here) == tmp_path / "three" / "run-2"
     # The identity has run.dir in it, so that the restarted one is that of the same job.
     monkeypatch.chdir(tmp_path)
     begun = run_directory(job("run.name=second"), fresh=True, env=here)
-    save(Store(home(job(), begun) / "checkpoints"), 1)
+    save(Store(run_place(job(), begun) / "checkpoints"), 1)
     begun.rename(tmp_path / "gone")
     assert run_directory(job("run.name=second"), fresh=True, env=again) == begun
     assert begun.is_dir()
@@ -257,11 +257,11 @@ def test_checkpoints_at_a_url_are_not_left_either(tokens: Path, tmp_path: Path, 
     )
     (tmp_path / "run").mkdir()
     (tmp_path / "run/job.toml").write_text(to_toml(before))
-    assert complete(after, tmp_path / "run") == []  # there is nothing to leave
-    save(Store(home(before, tmp_path / "run") / "checkpoints"), 1)
+    assert resumable_checkpoints(after, tmp_path / "run") == []  # there is nothing to leave
+    save(Store(run_place(before, tmp_path / "run") / "checkpoints"), 1)
     with pytest.raises(UserError, match=f"has no checkpoints, and {url}/run has them; .* with checkpoint.url={url}, "):
-        complete(after, tmp_path / "run")
-    assert len(complete(before, tmp_path / "run")) == 1
+        resumable_checkpoints(after, tmp_path / "run")
+    assert len(resumable_checkpoints(before, tmp_path / "run")) == 1
 
 
 def test_commands_take_urls(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from fivefold.checkup.command import CommandEnd
 from fivefold.checkup.devices import Devices
 from fivefold.checkup.parts import Budget
 from fivefold.checkup.run import Done, run_checkup
-from fivefold.checkup.tasks import CALIBRATED, LOST_STEPS, Base, Task
+from fivefold.checkup.tasks import CALIBRATED, LOST_STEPS, Task, TypedJob
 from fivefold.checkup.team import Ends
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import Cluster, Group
@@ -68,7 +68,7 @@ class Pretending:
     launched = False
 
     def __init__(self, folder: Path, ranks: int = 2, instead: Callable[[Task], CommandEnd | None] = lambda task: None):
-        self.base = Base(read_job(None, [f"run.dir={folder}", "train.device=cpu"]), (), False)
+        self.base = TypedJob(read_job(None, [f"run.dir={folder}", "train.device=cpu"]), (), False)
         self.size = self.per_node = ranks
         self.instead, self.tasks, self.closed = instead, list[Task](), False
         self.findings: list[str] = []

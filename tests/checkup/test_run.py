@@ -82,7 +82,7 @@ def test_a_part_that_runs_out_of_time_says_so(tmp_path: Path) -> None:
     assert statuses(report)["proofs"] == "out of time"
     assert report.part("proofs").says == ["verify had not ended after 60 s; its last words: compiling"]  # type: ignore[union-attr]
     assert statuses(report)["layouts"] == "found"
-    assert all(run.failed for run in report.runs)
+    assert all(run.failed and run.out_of_time for run in report.runs)
     assert "proofs: give it more time, --minutes 20" in report.corrections
 
 
@@ -106,7 +106,8 @@ def test_ctrl_c_writes_what_there_is(tmp_path: Path) -> None:
     assert code == INTERRUPTED
     assert signal.getsignal(signal.SIGINT) is before
     assert statuses(report) == {
-        "machines": "passed", "proofs": "passed", "lost-rank": "interrupted", "calibration": "not run", "layouts": "not run",
+        "machines": "passed", "proofs": "passed", "lost-rank": "interrupted",
+        "calibration": "not run", "layouts": "not run",
     }  # fmt: skip
     assert "interrupted" in to_page(report)
     assert not (tmp_path / "runs").exists()

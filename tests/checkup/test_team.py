@@ -9,7 +9,7 @@ import pytest
 
 from fivefold.checkup.command import CommandEnd
 from fivefold.checkup.lost_rank import sentences_about
-from fivefold.checkup.tasks import Base, Task, check_task, task_env, task_words
+from fivefold.checkup.tasks import Task, TypedJob, check_task, task_env, task_words
 from fivefold.checkup.team import rank_env
 from fivefold.job.reading import read_job
 from fivefold.launch.rendezvous import Rendezvous
@@ -19,8 +19,8 @@ from fivefold.support.errors import UserError
 TOKEN = "0c1d2e3f"
 
 
-def base(*words: str) -> Base:
-    return Base(
+def base(*words: str) -> TypedJob:
+    return TypedJob(
         read_job(None, [*words, "run.dir=/shared/runs"]), words, any(word.startswith("model") for word in words)
     )
 

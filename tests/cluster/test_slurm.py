@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fivefold.trainer.restart_time import RECOVERIES_FILE, Recovered
+from fivefold.trainer.restart_time import RECOVERIES_FILE, RestartTime
 from tests.cluster.conftest import FAST, losses
 from tests.cluster.slurm import Slurm
 from tests.commands import fivefold
@@ -63,10 +63,10 @@ class Submitted:
         return metrics.read_text().count('"kind":"step"') if metrics.exists() else 0  # a last line may be half written
 
     @property
-    def recoveries(self) -> list[Recovered]:
+    def recoveries(self) -> list[RestartTime]:
         file = self.run / RECOVERIES_FILE
         lines = file.read_bytes().splitlines() if file.exists() else []
-        return [msgspec.json.decode(line, type=Recovered) for line in lines]
+        return [msgspec.json.decode(line, type=RestartTime) for line in lines]
 
     @property
     def state(self) -> str:

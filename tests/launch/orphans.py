@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from fivefold.launch import processes
+from fivefold.launch import processes, supervisor
 from fivefold.launch.exits import End
 
 
@@ -34,7 +34,7 @@ def sleep(rank: processes.Rank, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    processes.PRELOADED_MODULES[:] = ["tests.launch.orphans"]
+    supervisor.PRELOADED_MODULES[:] = ["tests.launch.orphans"]
     folder = Path(sys.argv[1])
     from tests.launch import orphans
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from fivefold.launch.exits import End
 from fivefold.launch.local import Arrangement, Launcher
-from fivefold.launch.processes import Processes, RankError
+from fivefold.launch.processes import RankError
+from fivefold.launch.supervisor import Supervisor
 from fivefold.support.errors import PeerLost
 from tests.launch import orphans
 from tests.launch.orphans import note_pids
@@ -399,12 +400,12 @@ def leave(rank: int, world: int, at_once: bool) -> None:
 @pytest.mark.parametrize("at_once", [False, True])
 def test_an_exit_code_of_zero_is_a_success_only_of_a_rank_that_came_to_its_end(at_once: bool, tmp_path: Path) -> None:
     """os._exit(0), in whatever step, ends a process with the same code as sys.exit()."""
-    ranks = Processes(1, tmp_path, attached=True)
+    supervisor = Supervisor(1, tmp_path, attached=True)
     try:
-        ranks.start(f"{__name__}:leave", at_once, env=os.environ, threads=1)
-        [end] = ranks.watch(lambda end: 1.0, 60)
+        supervisor.start(f"{__name__}:leave", at_once, env=os.environ, threads=1)
+        [end] = supervisor.watch(lambda end: 1.0, 60)
     finally:
-        ranks.kill()
+        supervisor.kill()
     assert (end.kind, end.error) == (("died", "exit code 0") if at_once else ("returned", ""))
     told: list[str] = []
     code, _ = Launcher("os:getpid", Arrangement(1), "", say=told.append)._outcome([end])

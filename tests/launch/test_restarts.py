@@ -47,8 +47,8 @@ def test_starts_without_progress_wait_longer_and_longer() -> None:
 def test_no_more_than_were_allowed() -> None:
     policy = Restarts(1)
     assert policy.after(failure(1)).again
-    assert policy.after(failure(2)) == (False, 0.0, "all 1 restarts are used up")
-    assert Restarts(0).after(failure(1)) == (False, 0.0, "")
+    assert policy.after(failure(2)) == (False, "all 1 restarts are used up", 0.0)
+    assert Restarts(0).after(failure(1)) == (False, "", 0.0)
 
 
 def test_places_are_tried_of_ranks_that_no_peer_explains() -> None:

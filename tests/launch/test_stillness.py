@@ -9,7 +9,7 @@ import pytest
 
 from fivefold.launch import watchdog
 from fivefold.launch.exits import End
-from fivefold.launch.processes import Processes
+from fivefold.launch.supervisor import Supervisor
 from fivefold.launch.waits import timed_wait, waits_there
 from fivefold.support.errors import PeerLost
 
@@ -57,6 +57,6 @@ def test_a_rank_leaves_its_words_where_its_launcher_reads_why_it_ended(
     told(monkeypatch, [ENTRY])
     watchdog._tell_the_launcher("rank 1 has not moved for 15 s in step 3")
     watchdog._say_what_nccl_does(1)
-    said = Processes(2, tmp_path).text("1.cause")
+    said = Supervisor(2, tmp_path).read_file("1.cause")
     assert said.startswith("rank 1 has not moved for 15 s in step 3; NCCL has not finished all_reduce of [3] Double")
     assert End(1, "died", "exit code 3", code=PeerLost.code, cause=said).waited == f"waited: {said}"

@@ -42,7 +42,7 @@ def planted(rank: int, world: int, folder: str) -> RankReport:
         os.environ["FIVEFOLD_FAULT"] = "slow@rank=2,at=matmul"
     if rank == 3:
         os.environ["FIVEFOLD_FAULT"], faults._SLOW_SECONDS = "slow@rank=3,at=disk", 2.0
-    return examine.examine(job, Mesh.of(job.layout, torch.device("cpu")), first=True)
+    return examine.examine(job, Mesh.of(job.layout, torch.device("cpu")), first_of_node=True)
 
 
 def test_what_is_planted_is_found(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from fivefold.model.decoder import Decoder
-from fivefold.model.hf_names import EXPERT_BIAS, expert_format_in, sources, tensors
+from fivefold.model.hf_names import BALANCE_BIAS, expert_format_in, sources, stored_parameters
 from fivefold.model.linear_cross_entropy import loss_sum
 from fivefold.model.rope import rope_frequencies
 from fivefold.spec.hf import spec_from_hf
@@ -129,7 +129,7 @@ def pair(config: Any, dtype: torch.dtype) -> tuple[torch.nn.Module, Decoder]:
                 parameter.mul_(3.0)
             assert parameter.dtype == dtype, name
     for name, buffer in theirs.named_buffers():
-        if name.endswith(EXPERT_BIAS):
+        if name.endswith(BALANCE_BIAS):
             buffer.normal_(std=0.3)
         if name.endswith("inv_freq") and dtype == torch.float64:  # made in float32 by their constructor
             exact = rope_frequencies(spec_from_hf(config.to_dict()))
@@ -147,7 +147,7 @@ def pair(config: Any, dtype: torch.dtype) -> tuple[torch.nn.Module, Decoder]:
 def by_our_names(spec: ModelSpec, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What of a class of transformers is ours; it holds experts in stacks."""
     found = {}
-    for one in tensors(spec):
+    for one in stored_parameters(spec):
         found_in = list(sources(spec, one, expert_format_in(spec, theirs)))
         if found_in[0].name in theirs:  # a gradient of a buffer is not
             found[one.name] = torch.cat([source.view_of(theirs[source.name]) for source in found_in])

@@ -13,7 +13,7 @@ from fivefold.cost.peak_memory import USABLE_FRACTION, RankBlocks, backward_peak
 from fivefold.cost.step import Workload, estimate
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.closed_forms import MEMORY_SLACK
+from fivefold.planner.closed_forms import MEMORY_SLACK, by_pipeline, unlike
 from fivefold.planner.explain import EQUAL_TIME
 from fivefold.planner.mixed import divide_layers
 from fivefold.planner.mixed_space import mixed_space
@@ -188,3 +188,28 @@ def test_a_block_s_backward_peak_counts_only_what_is_freed_behind_it() -> None:
     [at_dense], [at_bare] = dense.moments, bare.moments
     assert peak.bytes == pytest.approx(max(0.0, at_bare.bytes, at_dense.bytes - bare.freed))
     assert peak.bytes > max(0.0, at_bare.bytes, at_dense.bytes - 16 * bare.freed)
+
+
+def test_seconds_of_some_layouts_are_those_of_all() -> None:
+    for model, fixed in (("llama3-8b", {"samples": 1}), ("tiny-deepseek", {}), ("tiny-moe", {})):
+        layouts = space(SearchQuery(Workload(preset(model), Layout(), Cluster.parse("8xH100"), 512, 16), fixed))
+        some = np.random.default_rng(0).permutation(len(layouts))[:500]
+        assert layouts.seconds_of(some).tolist() == layouts.seconds[some].tolist()
+
+
+def test_unlike_rows_are_those_of_a_sort() -> None:
+    columns = np.random.default_rng(0).integers(0, 7, (3, 400))
+    first, at = unlike(*columns)
+    keys, wanted, inverse = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+    assert columns[:, first].tolist() == keys.tolist()
+    assert first.tolist() == wanted.tolist()
+    assert at.tolist() == inverse.ravel().tolist()
+
+
+def test_no_layout_is_left_out_where_layouts_are_parted_by_pipeline() -> None:
+    of = space(SearchQuery(Workload(preset("tiny-moe"), Layout(), Cluster.parse("8xH100"), 512, 16), {})).of
+    parts = list(by_pipeline(of))
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(of.tp)))
+    for rows in parts:
+        assert len(set(of.pp[rows].tolist())) == 1
+        assert of.pp[rows[0]] == 1 or len(set(of.pipeline[rows].tolist())) == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import fivefold as ff
-from fivefold.cli import _is_first_to_say
+from fivefold.cli.commands import _is_first_to_say
 from fivefold.launch.heartbeat import BEATS_ENV
 from fivefold.support import plugins
 from fivefold.support.errors import UserError

@@ -17,7 +17,7 @@ from rich.console import Console
 import fivefold as ff
 from fivefold.checkpoint.find import find
 from fivefold.checkpoint.manifest import MANIFEST
-from fivefold.cli import _refuse
+from fivefold.cli.commands import _refuse
 from fivefold.job.reading import job_from, read_job
 from fivefold.launch.handshake import Facts, Statement, odd_ones, seal, settings_of, unseal
 from fivefold.spec.model import ModelSpec

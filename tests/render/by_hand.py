@@ -10,6 +10,7 @@ import msgspec
 
 from fivefold.checkpoint.inspect import CheckpointCheck, CheckpointContents, CheckpointList
 from fivefold.checkpoint.manifest import Manifest
+from fivefold.checkup.report import CheckupReport, LayoutRun, LayoutStep, PartReport
 from fivefold.clusters.launch_files import LaunchResult, check_deployment, next_commands
 from fivefold.cost.collective_time import Traffic
 from fivefold.dry.result import DryRunResult, vs_plan
@@ -245,3 +246,30 @@ def lab_check() -> LabCheck:
 def lab_bench() -> LabBench:
     waits = [Span(0.01, 0.02), Span(0.04, 0.05)]
     return LabBench(LABS[1], {n: [TimedSteps([0.11 / n, 0.1 / n], waits)] * n for n in (1, 2, 4)})
+
+
+def checked_up() -> CheckupReport:
+    """A checkup of sixteen ranks, one of which is slow, with a layout that ran out of memory."""
+    long = "dp=2,tp=4,pp=2,zero=1,sp,schedule=interleaved,chunks=2,microbatches=8,recompute=selective"
+    step = LayoutStep(seconds=0.8123, exposed=0.0512, bubble=0.0333, memory=61e9)
+    planned = LayoutStep(seconds=0.7544, exposed=0.0433, bubble=0.0301, memory=58.2e9)
+    runs = [
+        LayoutRun(layout=long, role="the planner's best", measured=step, catalogue=planned, calibrated=planned),
+        LayoutRun(layout="dp=16,zero=3", role="rival", catalogue=planned, calibrated=planned, failed="out of memory"),
+    ]
+    says = ["16 ranks on 2 nodes: NVIDIA H200; matmuls reach 412 TFLOP/s to 688 TFLOP/s in bf16"]
+    slow = "rank 3 on node 1: matmuls reach 412 TFLOP/s, and 688 TFLOP/s in the median of the others"
+    parts = [
+        PartReport(
+            name="machines", title="Machines", status="found", limit=300, seconds=41, says=says, findings=[slow]
+        ),
+        PartReport(name="proofs", title="Proofs", status="out of time", limit=300, seconds=300, says=says),
+        PartReport(name="lost-rank", title="A lost rank", status="passed", limit=300, seconds=55, says=says * 2),
+        PartReport(name="calibration", title="Calibration", status="left out"),
+        PartReport(name="layouts", title="Layouts", status="found", limit=300, seconds=280, findings=["out of memory"]),
+    ]
+    setup = {"ranks": 16, "nodes": 2, "device": "NVIDIA H200", "backend": "NCCL", "versions": {"torch": "2.11.0"}}
+    return CheckupReport(
+        fivefold="0.1.0", day="2026-11-19", command="fivefold checkup", minutes=10, seconds=590, setup=setup,
+        parts=parts, runs=runs, corrections=[f"take {long}: its step is 7% shorter than that of the planner's best"],
+    )  # fmt: skip

@@ -26,6 +26,8 @@ from fivefold.accuracy.sweeps import SweepsResult
 from fivefold.bench import checkpoint, comparison, optimizer, scaling, steps, train
 from fivefold.bench import checkpoint as recovery
 from fivefold.bench.harness import Machine, RoundTimes, RowsResult
+from fivefold.checkup.parts import Budget
+from fivefold.checkup.result import CheckupPlan, CheckupResult
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import accelerators
 from fivefold.labs.catalogue import StartedLab, lab_of, labs
@@ -212,6 +214,8 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "RanksResult": by_hand.speeds,
     "DoctorResult": by_hand.examined,
     "DoctorResult of many nodes": lambda: by_hand.examined(20),
+    "CheckupPlan": lambda: CheckupPlan(Budget(10.0), "8 ranks on NVIDIA H200"),
+    "CheckupResult": lambda: CheckupResult(by_hand.checked_up(), ("written: checkup.json",)),
 }
 
 

@@ -11,8 +11,8 @@ from fivefold.schedules.actions import BACKWARD, FORWARD, SEND_ACTIVATION, SEND_
 from fivefold.schedules.classic import one_f_one_b
 from fivefold.schedules.clock import BusySpan
 from fivefold.schedules.text import read_text
-from fivefold.tracing.chrome import write
-from fivefold.tracing.records import Flight, NamedSpan, RankTrace, StepWindow, Trace, Wait, end_sends
+from fivefold.tracing.chrome import write_trace
+from fivefold.tracing.records import Flight, NamedSpan, RankTrace, StepWindow, Trace, Wait, end_sends_at_consumers
 from fivefold.tracing.summary import TraceSummary
 
 ALONE: Any = {"rank": 0, "name": "", "pipeline": 0, "pp_rank": 0}
@@ -99,7 +99,7 @@ def test_bubbles_are_shares_of_the_run_measured_and_predicted() -> None:
 
 
 def test_a_message_has_landed_when_its_consumer_starts() -> None:
-    first, second = end_sends(by_hand()).ranks
+    first, second = end_sends_at_consumers(by_hand()).ranks
     assert [flight.end for flight in first.flights] == [3.0, 10.0, 12.5]
     assert [flight.end for flight in second.flights] == [9.0, 12.0]
 
@@ -122,7 +122,7 @@ def in_turns() -> Trace:
         steps=(StepWindow(1, 0.0, 12.0),),
         actions=tuple(BusySpan(action, float(start), float(end)) for action, start, end in spans),
         updates=(),
-        parts=(NamedSpan("dispatch", 3.5, 4.0), NamedSpan("combine", 7.0, 7.5)),
+        action_parts=(NamedSpan("dispatch", 3.5, 4.0), NamedSpan("combine", 7.0, 7.5)),
         waits=(Wait("ep", "all-to-all", 6.0, 6.5, joined), Wait("ep", "all-to-all", 7.0, 7.5, other)),
         flights=(Flight("ep", "all-to-all", 8, 4.0, 6.5, joined), Flight("ep", "all-to-all", 8, 6.0, 7.5, other)),
     )
@@ -141,7 +141,7 @@ def test_halves_in_turns_count_once_and_are_timed_as_a_pair() -> None:
 
 
 def test_the_second_half_has_a_lane_of_its_own(tmp_path: Path) -> None:
-    write(TraceSummary(in_turns()), tmp_path / "trace.json")
+    write_trace(TraceSummary(in_turns()), tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     drawn = [(lanes[e["tid"]], e["name"], e["ts"] / 1e6) for e in events if e["ph"] == "X"]

@@ -17,7 +17,7 @@ from fivefold.job.reading import read_job
 from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic_counter import TrafficCounter
-from fivefold.tracing.chrome import COMPUTE, WAITS, write
+from fivefold.tracing.chrome import LaneNumber, write_trace
 from fivefold.tracing.clock_offset import clock_offset
 from fivefold.tracing.records import Trace
 from fivefold.tracing.summary import TraceSummary
@@ -52,7 +52,7 @@ def ran(request: Any, tokens: Path, tmp_path_factory: Any) -> tuple[TraceSummary
     found = run_ranks(4, traced, job)
     summary = TraceSummary(found[0][1])
     path = tmp_path_factory.mktemp("trace") / "trace.json"
-    write(summary, path)
+    write_trace(summary, path)
     return summary, [rows for rows, _ in found], json.loads(path.read_text())
 
 
@@ -88,11 +88,11 @@ def test_ranks_computed_in_the_order_of_the_schedule_and_so_does_the_simulation(
     summary, _, document = ran
     for rank in summary.trace.ranks:
         wanted = [str(action) for action in summary.trace.schedule.compute(rank.pp_rank)]
-        done = [e["name"] for e in slices(document, rank.rank, COMPUTE) if e["cat"] == "compute"]
+        done = [e["name"] for e in slices(document, rank.rank, LaneNumber.COMPUTE) if e["cat"] == "compute"]
         assert done == wanted * 2
         simulated = [e for e in document["traceEvents"] if e["pid"] == rank.rank and e.get("cat") == "simulated"]
         assert [e["name"] for e in simulated] == wanted * 2
-        updates = [e["name"] for e in slices(document, rank.rank, COMPUTE) if e["cat"] == "optimizer"]
+        updates = [e["name"] for e in slices(document, rank.rank, LaneNumber.COMPUTE) if e["cat"] == "optimizer"]
         assert updates == ["norm", "STEP"] * 2
 
 
@@ -135,7 +135,7 @@ def test_every_message_has_an_arrow_from_its_send_to_its_consumer(ran: Any) -> N
 
 def test_waits_say_what_they_are_for(ran: Any) -> None:
     summary, _, document = ran
-    names = {event["name"] for rank in range(4) for event in slices(document, rank, WAITS)}
+    names = {event["name"] for rank in range(4) for event in slices(document, rank, LaneNumber.WAITS)}
     piped = summary.trace.schedule.p > 1
     assert any(name.startswith("F") and name.endswith("waits: pp receive") for name in names) == piped
     assert any(name.endswith("all-reduce") for name in names)  # of the gradient norm, on any layout

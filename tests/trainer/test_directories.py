@@ -13,7 +13,8 @@ from fivefold.job.config import Job, TrainConfig
 from fivefold.job.reading import read_job
 from fivefold.launch.world import PLANNED_ENV, RESTARTS_ENV, RUN_ID_ENV
 from fivefold.support.errors import UserError
-from fivefold.trainer.directories import OWNERS_FILE, claim, earlier, identities, owners, run_directory, sign
+from fivefold.trainer.directories import earlier_directory, lock_directory, run_directory
+from fivefold.trainer.run_names import RUN_NAMES_FILE, launcher_names, read_run_names, write_run_names
 from tests.commands import fivefold
 from tests.trainer.test_ends import FAST
 
@@ -109,16 +110,16 @@ def test_a_command_that_the_newest_refuses_has_an_earlier_one_of_the_same_job(jo
     other = named(tmp_path, "train.seed=2")
     assert [start(job, {}), start(job, {}, fresh=True, saves=False)] == ["sn", "sn-2"]
     assert start(other, {}, fresh=True) == "sn-3"
-    assert earlier(job, tmp_path / "sn-3", {}) == tmp_path / "sn"  # sn-2 has no checkpoint
-    assert earlier(other, tmp_path / "sn-3", {}) is None
-    assert earlier(job, tmp_path / "sn-3", torchrun("a")) == tmp_path / "sn"
-    assert earlier(job, tmp_path / "sn-3", torchrun("a", 1)) is None  # a restart never moves
+    assert earlier_directory(job, tmp_path / "sn-3", {}) == tmp_path / "sn"  # sn-2 has no checkpoint
+    assert earlier_directory(other, tmp_path / "sn-3", {}) is None
+    assert earlier_directory(job, tmp_path / "sn-3", torchrun("a")) == tmp_path / "sn"
+    assert earlier_directory(job, tmp_path / "sn-3", torchrun("a", 1)) is None  # a restart never moves
 
 
 def test_damage_to_the_names_of_runs_stops_a_restart_and_no_command_by_hand(job: Job, tmp_path: Path) -> None:
     assert start(job, torchrun("a")) == "sn"
     assert start(job, torchrun("b"), fresh=True) == "sn-2"
-    file = tmp_path / "sn" / OWNERS_FILE
+    file = tmp_path / "sn" / RUN_NAMES_FILE
     whole = file.read_bytes()
     for bit in range(0, 8 * len(whole), 3):
         data = bytearray(whole)
@@ -136,20 +137,20 @@ def test_damage_to_the_names_of_runs_stops_a_restart_and_no_command_by_hand(job:
 
 
 def test_a_directory_remembers_the_last_runs(tmp_path: Path) -> None:
-    sign(tmp_path, [f"run {number}" for number in (*range(100), 50)])
-    found = owners(tmp_path)
+    write_run_names(tmp_path, [f"run {number}" for number in (*range(100), 50)])
+    found = read_run_names(tmp_path)
     assert found is not None
     assert (len(found), found[-2:]) == (64, ["run 99", "run 50"])
 
 
 def test_pipes_in_the_place_of_its_files_stop_a_run_at_once(job: Job, tmp_path: Path) -> None:
-    for name in ("claim", f"{OWNERS_FILE}.half"):
+    for name in ("claim", f"{RUN_NAMES_FILE}.half"):
         os.mkfifo(tmp_path / name)
     with pytest.raises(UserError, match=r"cannot write .*claim: .*are free there"):
-        claim(tmp_path)
-    sign(tmp_path, ["a"])
-    assert owners(tmp_path) == ["a"]
-    os.close(os.open(tmp_path / OWNERS_FILE, os.O_RDONLY))
+        lock_directory(tmp_path)
+    write_run_names(tmp_path, ["a"])
+    assert read_run_names(tmp_path) == ["a"]
+    os.close(os.open(tmp_path / RUN_NAMES_FILE, os.O_RDONLY))
 
 
 def test_a_requeued_run_goes_on_where_it_was_killed(tokens: Path, tmp_path: Path) -> None:
@@ -166,11 +167,11 @@ def test_a_requeued_run_goes_on_where_it_was_killed(tokens: Path, tmp_path: Path
 
 def test_a_run_is_known_by_what_was_given_so_that_a_new_setting_with_a_default_changes_nothing() -> None:
     job = read_job(None, ["optimizer.lr=1e-4"])
-    [name] = identities(job, {"SLURM_JOB_ID": "7"})
+    [name] = launcher_names(job, {"SLURM_JOB_ID": "7"})
 
     class Wider(TrainConfig, frozen=True, kw_only=True):
         new: int = 3
 
-    [same] = identities(msgspec.structs.replace(job, train=Wider()), {"SLURM_JOB_ID": "7"})
-    [other] = identities(msgspec.structs.replace(job, train=Wider(new=4)), {"SLURM_JOB_ID": "7"})
+    [same] = launcher_names(msgspec.structs.replace(job, train=Wider()), {"SLURM_JOB_ID": "7"})
+    [other] = launcher_names(msgspec.structs.replace(job, train=Wider(new=4)), {"SLURM_JOB_ID": "7"})
     assert name == same != other

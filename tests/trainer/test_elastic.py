@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fivefold.trainer.restart_time import RECOVERIES_FILE, Recovered
+from fivefold.trainer.restart_time import RECOVERIES_FILE, RestartTime
 from tests.cli.test_checkpoint import FAST, tokens  # noqa: F401 - a fixture
 from tests.cli.test_cli import losses
 from tests.commands import fivefold
@@ -27,7 +27,7 @@ def test_ranks_are_lost_and_come_back(tokens: Path, tmp_path: Path) -> None:  # 
     assert len(found) == 40
     assert found == pytest.approx(want, rel=1e-10)
     lines = (tmp_path / "runs/run" / RECOVERIES_FILE).read_bytes().splitlines()
-    fewer, more = (msgspec.json.decode(line, type=Recovered) for line in lines)
+    fewer, more = (msgspec.json.decode(line, type=RestartTime) for line in lines)
     assert (fewer.step, fewer.resumed, fewer.ranks) == (4, 3, 3)
     assert (more.ranks, more.layout, more.step - more.resumed) == (4, "tp=2,pp=2", 0)
     assert 12 <= more.step < 40
@@ -61,5 +61,6 @@ def test_a_stored_run_loses_a_rank_and_one_that_fails_while_it_grows_grows_in_th
     assert done.returncode == 0, done.stderr
     assert "rank 3 is back: 4 of 4 are here" in done.stderr
     assert len(losses(tmp_path / "runs/run")) == 24
-    last = msgspec.json.decode((tmp_path / "runs/run" / RECOVERIES_FILE).read_bytes().splitlines()[-1], type=Recovered)
+    last_line = (tmp_path / "runs/run" / RECOVERIES_FILE).read_bytes().splitlines()[-1]
+    last = msgspec.json.decode(last_line, type=RestartTime)
     assert (last.ranks, last.layout) == (4, "tp=2,pp=2")

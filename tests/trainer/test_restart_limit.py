@@ -9,7 +9,7 @@ from fivefold.support.errors import UserError
 from fivefold.trainer.records import Step, read, to_line
 from fivefold.trainer.restart_limit import MAX_STARTS_WITHOUT_STEP, PROGRESS_FILE, count_start, last_recorded_step
 from fivefold.trainer.restart_time import RECOVERIES_FILE as RECOVERIES
-from fivefold.trainer.restart_time import Recovery
+from fivefold.trainer.restart_time import RestartTimer
 
 
 def record(directory: Path, step: int) -> None:
@@ -63,7 +63,7 @@ def test_a_pipe_in_place_of_the_recoveries_is_a_sentence(tmp_path: Path) -> None
     record(tmp_path, 7)
     os.mkfifo(tmp_path / RECOVERIES)
     said: list[str] = []
-    found = Recovery.after_restart(tmp_path, 0.0, False, said.append)
+    found = RestartTimer.of_run(tmp_path, 0.0, replanned_here=False, say=said.append)
     assert found is not None
     record(tmp_path, 8)
     (*_, (_, last)) = read(tmp_path / "metrics.jsonl")

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fivefold.trainer.restart_time import RECOVERIES_FILE, Recovered
+from fivefold.trainer.restart_time import RECOVERIES_FILE, RestartTime
 from tests.cli.test_checkpoint import FAST, tokens  # noqa: F401 - a fixture
 from tests.cli.test_cli import losses
 from tests.cluster.hosts import Task
@@ -56,10 +56,10 @@ class Agents:
         return metrics.read_text().count('"kind":"step"') if metrics.exists() else 0
 
     @property
-    def recoveries(self) -> list[Recovered]:
+    def recoveries(self) -> list[RestartTime]:
         file = self.folder / "runs/run" / RECOVERIES_FILE
         lines = file.read_bytes().splitlines() if file.exists() else []
-        return [msgspec.json.decode(line, type=Recovered) for line in lines]
+        return [msgspec.json.decode(line, type=RestartTime) for line in lines]
 
     def until(self, seen: Callable[[], object], seconds: float = 400.0) -> None:
         deadline = time.monotonic() + seconds

@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.data.shards import TokenShards
 from fivefold.job.config import Job, TrainConfig
-from fivefold.launch import processes
+from fivefold.launch import processes, supervisor
 from fivefold.layout.layout import Layout
 from fivefold.losses.base import Loss
 from fivefold.losses.cross_entropy import PLAIN
@@ -74,7 +74,7 @@ def several(rank: processes.Rank, proofs: list[tuple[Job, Path, str]]) -> list[R
         rank.join("gloo")
     found = []
     for one, reference, bug in proofs:
-        with processes.import_function(bug)():
+        with supervisor.import_function(bug)():
             found.append(compare_steps(rank, one, reference))
     return found
 

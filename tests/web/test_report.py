@@ -16,7 +16,7 @@ import fivefold as ff
 from fivefold.cli import app
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.support.errors import UserError
-from fivefold.tracing.chrome import lanes
+from fivefold.tracing.lanes import read_lanes
 from fivefold.tracing.result import TraceResult
 from fivefold.tracing.summary import TraceSummary
 from fivefold.web import report as file
@@ -336,7 +336,7 @@ def test_a_trace_is_reported_as_it_was_written(tmp_path: Path) -> None:
     ff.report(TraceResult(TraceSummary(by_hand()), file), tmp_path / "trace.html")
     (one,) = held(tmp_path / "trace.html")["views"]
     assert one["name"] == "trace"
-    assert one["payload"] == json.loads(json.dumps({"run": "trace"} | lanes(file)))
+    assert one["payload"] == json.loads(json.dumps({"run": "trace"} | read_lanes(file)))
 
 
 def test_a_trace_that_is_damaged_is_left_out_and_the_rest_is_reported(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from msgspec import structs
 from fivefold.checkpoint.manifest import MANIFEST
 from fivefold.checkpoint.store import Store
 from fivefold.support.errors import UserError
-from fivefold.tracing.chrome import STEPS, lanes
+from fivefold.tracing.chrome import LaneNumber
+from fivefold.tracing.lanes import read_lanes
 from fivefold.tracing.result import TraceResult
 from fivefold.tracing.summary import TraceSummary
 from fivefold.trainer.records import METRICS_FILE, to_line, trim
@@ -165,10 +166,10 @@ def test_a_file_that_is_no_trace_is_a_sentence(tmp_path: Path) -> None:
     for text in ("[]", '{"traceEvents": [{"name": 1}]}', "\x80\x04K\x01."):
         path.write_text(text)
         with pytest.raises(UserError, match="is not a trace"):
-            lanes(path)
+            read_lanes(path)
     path.write_text('{"traceEvents": []}')
     with pytest.raises(UserError, match="has no traced step"):
-        lanes(path)
+        read_lanes(path)
 
 
 # ---- what is read --------------------------------------------------------------------------------------------------
@@ -386,15 +387,17 @@ def test_a_folder_that_is_not_for_this_user_is_told(tmp_path: Path, monkeypatch:
 def test_a_trace_of_many_ranks_is_walked_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digits = "9" * 5_000
     slices = [{"name": "f", "ph": "X", "pid": at % 50, "tid": 10, "ts": at, "dur": 1.0} for at in range(1000)]
-    steps = [{"name": f"step {name}", "ph": "X", "tid": STEPS, "ts": 0.0, "dur": 1e4} for name in (1, digits)]
+    steps = [
+        {"name": f"step {name}", "ph": "X", "tid": LaneNumber.STEPS, "ts": 0.0, "dur": 1e4} for name in (1, digits)
+    ]
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*steps, *slices]}))
-    monkeypatch.setattr("fivefold.tracing.chrome.SLICES", 100)
-    found = lanes(tmp_path / "trace.json")
+    monkeypatch.setattr("fivefold.tracing.lanes._MAX_SLICES", 100)
+    found = read_lanes(tmp_path / "trace.json")
     assert (found["steps"], found["left_out"], found["slices_left_out"]) == ([1], 18, 640 - 100)
     assert sum(len(lane["slices"]) for rank in found["ranks"] for lane in rank["lanes"]) == 100
     (tmp_path / "trace.json").write_text('{"traceEvents": [{"name": "a", "ph": "X", "pid": ' + digits + "}]}")
     with pytest.raises(UserError, match="is not a trace"):
-        lanes(tmp_path / "trace.json")
+        read_lanes(tmp_path / "trace.json")
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ LEFT_OUT = {
     r"--submit": "tests/cluster, on a Slurm",
     r"mine\.toml": "calibrate, which measures this machine, writes it",
     r"ranks\.toml": "calibrate, which measures this machine, writes it",
+    r"checkup\.(toml|json)": "checkup, which measures this machine, writes it",
     r"my-runs/": "CSV files of the reader's",
     r"Llama-3\.2-1B|runs/llama": "weights of others: tests/checkpoint/test_hf.py",
     r"\.parquet": "data of the reader's",

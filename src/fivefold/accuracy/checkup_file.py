@@ -88,7 +88,7 @@ def _job(path: Path, table: dict[str, Any]) -> Job:
 
 def _layout(text: Any) -> Layout:
     if not isinstance(text, str):
-        raise UserError(f"layout={text!r} is not text; write for example dp=2,tp=4", "layout.type")
+        raise UserError(f"layout={text!r} is not text; write for example dp=2,tp=4", "accuracy.data.checkup")
     layout = Layout.parse(text)
     if layout.schedule not in CATALOGUE:
         raise UserError(f"schedule={layout.schedule} is not one of the package's own", "accuracy.data.checkup")

@@ -33,7 +33,14 @@ from fivefold.job.recipes import Choice
 from fivefold.job.toml_writer import commented_toml
 from fivefold.launch.device import TORCH_DTYPES
 from fivefold.layout.sharding import chunk
-from fivefold.model.hf_names import EXPERT_BIAS, TensorSource, expert_format_of, sources, tensors, unnamed_kinds
+from fivefold.model.hf_names import (
+    BALANCE_BIAS,
+    TensorSource,
+    expert_format_of,
+    sources,
+    stored_parameters,
+    unnamed_kinds,
+)
 from fivefold.spec.hf import END_NAMED_IN, HF_CONFIG, kept_settings, no_tokens, to_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
@@ -69,7 +76,7 @@ def import_hf(
     manifest = Manifest(step=0, samples=0, updates=0, optimizer=False, data="", job=msgspec.to_builtins(job))
     parts = [
         {model_key(name): shard for name, shard in group}
-        for shards in _batches(source, tensors(spec))
+        for shards in _batches(source, stored_parameters(spec))
         for group in _groups_up_to(shards, [shard.nbytes for _, shard in shards], _MAX_HELD_BYTES)
     ]
     with whole_or_nothing(run):
@@ -177,7 +184,7 @@ def export_hf(
         extra = kept_settings(imported)
     config = _config(spec, dtype, out)
     by_tensor: dict[str, list[_Part]] = {}
-    for parameter in tensors(spec):
+    for parameter in stored_parameters(spec):
         for source in sources(spec, parameter, expert_format_of(config["model_type"] if config else "")):
             by_tensor.setdefault(source.name, []).append((parameter, source))
     sizes = [math.prod(source.shape(param)) * torch_dtype.itemsize for ((param, source), *_) in by_tensor.values()]
@@ -258,7 +265,7 @@ def _groups_up_to(items: list[T], sizes: list[int], limit: int) -> Iterator[list
 def _read_parts(checkpoint: Checkpoint, parts: list[_Part], dtype: torch.dtype) -> Tensor:
     """One of Hugging Face's tensors, assembled from its parts."""
     (parameter, source), *_ = parts
-    tensor = torch.empty(source.shape(parameter), dtype=torch.float32 if source.name.endswith(EXPERT_BIAS) else dtype)
+    tensor = torch.empty(source.shape(parameter), dtype=torch.float32 if source.name.endswith(BALANCE_BIAS) else dtype)
     for parameter, source in parts:
         box = (source.rows, *(range(size) for size in parameter.shape[1:]))
         rows = torch.empty([len(side) for side in box])

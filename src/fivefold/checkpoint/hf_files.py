@@ -30,7 +30,7 @@ from fivefold.model.hf_names import (
     TensorSource,
     expert_format_in,
     sources,
-    tensors,
+    stored_parameters,
     unnamed_kinds,
 )
 from fivefold.spec.hf import read_hf_config
@@ -72,7 +72,7 @@ class HuggingFace:
         self.open_files: dict[Path, Any] = {}
         self.kinds = Counter[str]()  # how many numbers of each safetensors dtype
         expert_format = expert_format_in(self.spec, self.files)
-        parameters = tensors(self.spec)
+        parameters = stored_parameters(self.spec)
         self.sources = {parameter.name: list(sources(self.spec, parameter, expert_format)) for parameter in parameters}
         problems = [problem for parameter in parameters if (problem := self._misfit(parameter))]
         if unread := self._unread(self.settings.get("num_nextn_predict_layers")):

@@ -21,15 +21,15 @@ from fivefold.support.text import bytes_text
 @dataclass(frozen=True)
 class CheckpointList(Result):
     run: str | Place
-    checkpoints: list[dict[str, Any]]  # the newest last
-    incomplete: list[str]
-    aside: list[str]  # set aside
-    memory: list[dict[str, Any]]  # snapshots on this node
-    home: str  # their directory
+    checkpoints: list[dict[str, Any]]  # rows of `_checkpoint_row`, the newest last
+    incomplete: list[str]  # names of those that were never finished
+    set_aside: list[str]  # names of those that a run has set aside
+    snapshots: list[dict[str, Any]]  # in this node's memory: rows of `_snapshot_row`, the newest last
+    snapshot_directory: str  # empty without snapshots
 
     def to_dict(self) -> dict[str, Any]:
-        on_disk = {"checkpoints": self.checkpoints, "incomplete": self.incomplete, "aside": self.aside}
-        return {**on_disk, "memory": self.memory, "home": self.home}
+        on_disk = {"checkpoints": self.checkpoints, "incomplete": self.incomplete, "aside": self.set_aside}
+        return {**on_disk, "memory": self.snapshots, "home": self.snapshot_directory}
 
     def blocks(self) -> Iterator[Block]:
         rows: list[list[str | Cell]] = []
@@ -38,8 +38,8 @@ class CheckpointList(Result):
             cells = (row["name"], row["step"], row.get("layout", ""), row.get("files", ""), size)
             rows.append([*map(str, cells), "" if row["complete"] else Cell("damaged", "bad")])
         rows += [[name, "", "", "", "", Cell("never finished", "bold")] for name in self.incomplete]
-        rows += [[name, "", "", "", "", Cell("set aside", "dim")] for name in self.aside]
-        for row in self.memory:
+        rows += [[name, "", "", "", "", Cell("set aside", "dim")] for name in self.set_aside]
+        for row in self.snapshots:
             cells = (row["name"], row["step"], row["layout"], row["files"], bytes_text(row["bytes"]))
             rows.append([*map(str, cells), Cell("in memory", "bold")])
         if not rows:
@@ -48,56 +48,64 @@ class CheckpointList(Result):
         yield Table(["checkpoint", ">step", "~layout", ">files", ">size", ""], rows)
         for row in self.checkpoints:
             yield from (Text(f"{row['name']}: {problem}", "bad") for problem in row["problems"])
-        if self.memory:
+        if self.snapshots:
             yield Text(
-                f"snapshots in this machine's memory are in {self.home}; the run's next start resumes from them, its "
-                f"end removes them, and so does 'rm -r {self.home}'"
+                f"snapshots in this machine's memory are in {self.snapshot_directory}; the run's next start resumes "
+                f"from them, its end removes them, and so does 'rm -r {self.snapshot_directory}'"
             )
 
 
 def list_checkpoints(run: str | Place) -> CheckpointList:
-    """The checkpoints of a run. The sizes of their files are checked, and no file is read."""
-    memory, home = _in_memory(run)
-    store = Store(place_of(run) / "checkpoints") if memory and not _on_disk(run) else store_of(run)
-    rows: list[dict[str, Any]] = []
-    with reachable(run):
-        complete, incomplete, aside = store.complete(), store.incomplete(), store.set_aside_folders()
-    for checkpoint in reversed(complete):
-        misfits = checkpoint.misfits()
-        row: dict[str, Any] = {"name": checkpoint.path.name, "step": checkpoint.step}
-        row |= {"complete": not misfits, "problems": misfits}
-        if not misfits:
-            row |= {
-                "layout": _layout_text(checkpoint),
-                "files": len(checkpoint.manifest.files),
-                "bytes": checkpoint.bytes,
-            }
-        rows.append(row)
-    return CheckpointList(run, rows, [path.name for path in incomplete], [path.name for path in aside], memory, home)
-
-
-def _on_disk(run: str | Place) -> bool:
-    """Whether the run has a directory of checkpoints; it has none before the first one."""
-    with reachable(run):
-        return storage_of(place_of(run)).folder_exists(place_of(run) / "checkpoints")
-
-
-def _in_memory(run: str | Place) -> tuple[list[dict[str, Any]], str]:
-    """(rows of the run's snapshots on this node, the newest last; their directory)."""
+    """The checkpoints of a run. Of its files only the sizes are checked."""
     place = place_of(run)
-    place = place.parent if place.name == "checkpoints" else place
-    snapshots = [snapshot for snapshot in reversed(local_snapshots(place)) if not _manifest_problems(snapshot)]
-    rows = []
-    for snapshot in snapshots:
-        files = len(snapshot.manifest.files)
-        row = {"name": snapshot.path.name, "step": snapshot.step, "layout": _layout_text(snapshot), "files": files}
-        rows.append(row | {"bytes": local_bytes(snapshot)})
-    return rows, str(snapshots[0].path.parent) if snapshots else ""
+    snapshots = _readable_snapshots(place)
+    # A run that has snapshots may have no directory of checkpoints yet, which `store_of` would take for an error.
+    store = Store(place / "checkpoints") if snapshots and not _has_store(run) else store_of(run)
+    with reachable(run):
+        complete, incomplete, set_aside = store.complete(), store.incomplete(), store.set_aside_folders()
+    return CheckpointList(
+        run,
+        [_checkpoint_row(checkpoint) for checkpoint in reversed(complete)],
+        [path.name for path in incomplete],
+        [path.name for path in set_aside],
+        [_snapshot_row(snapshot) for snapshot in snapshots],
+        str(snapshots[0].path.parent) if snapshots else "",
+    )
+
+
+def _checkpoint_row(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Name, step, complete, problems; layout, files and bytes too, if no file is missing or of another size."""
+    misfits = checkpoint.misfits()
+    row: dict[str, Any] = {"name": checkpoint.path.name, "step": checkpoint.step}
+    row |= {"complete": not misfits, "problems": misfits}
+    if misfits:
+        return row
+    files = len(checkpoint.manifest.files)
+    return row | {"layout": _layout_text(checkpoint), "files": files, "bytes": checkpoint.bytes}
+
+
+def _snapshot_row(snapshot: Checkpoint) -> dict[str, Any]:
+    """Name, step, layout, files, and the bytes that this node holds."""
+    row = {"name": snapshot.path.name, "step": snapshot.step, "layout": _layout_text(snapshot)}
+    return row | {"files": len(snapshot.manifest.files), "bytes": local_bytes(snapshot)}
+
+
+def _readable_snapshots(place: Place) -> list[Checkpoint]:
+    """The run's snapshots on this node whose manifests can be read, the newest last."""
+    run = place.parent if place.name == "checkpoints" else place
+    return [snapshot for snapshot in reversed(local_snapshots(run)) if not _manifest_problems(snapshot)]
+
+
+def _has_store(run: str | Place) -> bool:
+    """Whether the run has a directory of checkpoints; it has none before the first one."""
+    place = place_of(run)
+    with reachable(run):
+        return storage_of(place).folder_exists(place / "checkpoints")
 
 
 def _manifest_problems(checkpoint: Checkpoint) -> list[str]:
     try:
-        _ = checkpoint.manifest
+        _ = checkpoint.manifest  # reads it
     except UserError as error:
         return error.problems
     return []
@@ -151,7 +159,7 @@ def show_checkpoint(run: str | Place, step: int | None = None) -> CheckpointCont
 
 @dataclass(frozen=True)
 class CheckpointCheck(Result):
-    problems: dict[str, list[str]]  # by name of the checkpoint; an empty list where it is undamaged
+    problems: dict[str, list[str]]  # by name of the checkpoint; an empty list if it is sound
 
     @property
     def ok(self) -> bool:  # type: ignore[override]
@@ -169,9 +177,9 @@ class CheckpointCheck(Result):
 def verify_checkpoints(
     run: str | Place, step: int | None = None, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> CheckpointCheck:
-    """Hashes the files of all complete checkpoints, or of the checkpoint of `step`, and compares with the manifest.
+    """Compares the files' hashes with the manifest, of all complete checkpoints or of the one of `step`.
 
-    Calls `progress` with the bytes read and the bytes in all.
+    Calls `progress` with the bytes read so far and the bytes to read.
     """
     single = find(run, step) if step is not None else checkpoint_at(run)
     with reachable(run):
@@ -180,10 +188,10 @@ def verify_checkpoints(
         raise UserError(f"{run} has no complete checkpoint", "checkpoint.none")
     total = sum(checkpoint.bytes for checkpoint in checkpoints if not checkpoint.misfits())
 
-    def problems(checkpoint: Checkpoint) -> list[str]:
+    def check(checkpoint: Checkpoint) -> list[str]:
         try:
             return checkpoint.misfits() or checkpoint.damage(progress=lambda done: progress(done, total))
         except UserError as error:
             return error.problems
 
-    return CheckpointCheck({checkpoint.path.name: problems(checkpoint) for checkpoint in checkpoints})
+    return CheckpointCheck({checkpoint.path.name: check(checkpoint) for checkpoint in checkpoints})

@@ -19,7 +19,7 @@ _THOROUGH_S = 100.0  # seconds in which a CPU is measured three times, as other 
 _SLOW_RANK = 1.10  # times as long as the fastest
 
 
-class Figure(NamedTuple):
+class Constant(NamedTuple):
     """One of the planner's constants, here and in the catalogue."""
 
     what: str
@@ -89,11 +89,11 @@ def _speed(accelerator: Accelerator) -> float:
     return (accelerator.peak.bf16 or 0.0) * own.gemm
 
 
-def compared(cluster: Cluster, catalogue: Cluster | None) -> list[Figure]:
+def compared(cluster: Cluster, catalogue: Cluster | None) -> list[Constant]:
     """The constants that decide most of a step's time, here and in the catalogue."""
     here = _constants(cluster)
     there = _constants(catalogue) if catalogue and not catalogue.groups[0].accelerator.is_cpu else {}
-    return [Figure(what, unit, value, there.get((what, unit))) for (what, unit), value in here.items()]
+    return [Constant(what, unit, value, there.get((what, unit))) for (what, unit), value in here.items()]
 
 
 def _constants(cluster: Cluster) -> dict[tuple[str, str], float]:
@@ -114,7 +114,7 @@ def _constants(cluster: Cluster) -> dict[tuple[str, str], float]:
     return figures
 
 
-def sentence_of(figure: Figure) -> str:
+def sentence_of(figure: Constant) -> str:
     """'matmuls, bf16: 612 TFLOP/s, 5% less than the catalogue's 644 TFLOP/s'."""
     text = f"{figure.what}: {amount_text(figure.measured, figure.unit)}"
     if figure.catalogue is None:
@@ -132,7 +132,7 @@ def amount_text(value: float, unit: str) -> str:
     return flops_text(value) if unit == "FLOP/s" else rate_text(value)
 
 
-def notable(figures: list[dict[str, Any]]) -> list[Figure]:
+def notable(figures: list[dict[str, Any]]) -> list[Constant]:
     """The figures that differ from the catalogue's by more than a tenth."""
-    read = [Figure(**figure) for figure in figures]
+    read = [Constant(**figure) for figure in figures]
     return [one for one in read if one.catalogue and abs(one.measured / one.catalogue - 1) > _NOTABLE]

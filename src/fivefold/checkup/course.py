@@ -9,7 +9,7 @@ from typing import Any
 from fivefold.checkup.command import CommandEnd
 from fivefold.checkup.devices import ChosenModel, Devices
 from fivefold.checkup.report import CheckupReport, PartReport, Status
-from fivefold.checkup.tasks import Base, Task
+from fivefold.checkup.tasks import Task, TypedJob
 from fivefold.checkup.team import Ends, Team
 from fivefold.hardware.cluster import Cluster
 
@@ -30,7 +30,7 @@ class Course:
     """One checkup under way."""
 
     team: Team
-    base: Base
+    base: TypedJob
     devices: Devices
     model: ChosenModel | None  # None: the user's own job says it
     token: str  # of the folder with its runs

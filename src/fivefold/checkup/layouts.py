@@ -12,7 +12,7 @@ import msgspec
 from msgspec import structs
 
 from fivefold.checkup.course import Course, PartEnded, failure, out_of_time
-from fivefold.checkup.report import LayoutRun, PartReport, Step
+from fivefold.checkup.report import LayoutRun, LayoutStep, PartReport
 from fivefold.checkup.tasks import TOKENS, TRACED_STEPS, WARM_STEPS
 from fivefold.cost.moe import imbalance_for
 from fivefold.cost.step import Workload
@@ -61,6 +61,7 @@ def train_layouts(course: Course, part: PartReport) -> None:
             calibrated=predicted(job, option.layout, course.cluster),
         )
         if limit < 1:
+            _conclude(course, part)
             raise out_of_time(part, f"{role}, {option.layout}")
         course.tell(f"{role}: {option.layout}")
         course.report.runs.append(
@@ -145,14 +146,14 @@ def trainable(job: Job, layout: Layout, world: int) -> bool:
     return layout.schedule in CATALOGUE and not structs.replace(job, layout=layout).problems(world)
 
 
-def predicted(job: Job, layout: Layout, cluster: Cluster | None) -> Step | None:
+def predicted(job: Job, layout: Layout, cluster: Cluster | None) -> LayoutStep | None:
     """The planner's step; None without figures of the machines."""
     if cluster is None:
         return None
     with suppress(UserError):
         option = plan_given_layout(structs.replace(job, layout=layout), cluster)
         causes = option.estimate.causes
-        return Step(
+        return LayoutStep(
             seconds=option.seconds,
             exposed=sum(causes[name] for name in COLLECTIVES) if layout.world > 1 else None,
             bubble=causes["bubble"] if layout.pp > 1 else None,
@@ -169,7 +170,7 @@ def measure(course: Course, run: LayoutRun, steps: int, number: int, limit: floa
     }  # fmt: skip
     ends = course.run(course.task(kind="train", layout=run.layout, name=name, steps=steps, **sizes), limit)
     if ended := failure(f"training {run.layout}", ends):
-        return structs.replace(run, failed=ended.sentence)
+        return structs.replace(run, failed=ended.sentence, out_of_time=ended.status == "out of time")
     directory = course.base.folder(course.token) / name
     try:
         measured = read_run(directory, steps, on_gpu=course.devices.on_gpu)
@@ -184,7 +185,7 @@ def timed_steps(share: float, seconds: float, *, on_gpu: bool) -> int:
     return int(max(FEWEST_STEPS, min(MOST_STEPS, room - WARM_STEPS - TRACED_STEPS)))
 
 
-def read_run(directory: Path, steps: int, *, on_gpu: bool) -> Step:
+def read_run(directory: Path, steps: int, *, on_gpu: bool) -> LayoutStep:
     """The median of the steps between the first ones and the traced ones; what the trace says of communication."""
     records = TrainResult.read(directory).steps
     timed = records[WARM_STEPS : WARM_STEPS + steps]
@@ -192,7 +193,7 @@ def read_run(directory: Path, steps: int, *, on_gpu: bool) -> Step:
         raise ValueError(f"only {len(records)} steps were made, and the first {WARM_STEPS} do not count")
     summary = json.loads((directory / "trace.json").read_text())["otherData"]["summary"]
     mean = summary["mean"]
-    return Step(
+    return LayoutStep(
         seconds=median(record.seconds for record in timed),
         exposed=sum(mean["exposed"].values()) if len(summary["ranks"]) > 1 else None,
         bubble=mean["bubble"] if summary["schedule"] and "pp" in summary["layout"] else None,

@@ -15,7 +15,7 @@ from fivefold.checkup.tasks import LOST_AT, LOST_EVERY, LOST_STEPS
 from fivefold.checkup.team import Ends
 from fivefold.support.errors import UserError
 from fivefold.support.text import plural
-from fivefold.trainer.restart_time import RECOVERIES_FILE, Recovered
+from fivefold.trainer.restart_time import RECOVERIES_FILE, RestartTime
 from fivefold.trainer.result import TrainResult
 
 WHOLE, LOST = "undisturbed", "lost-rank"  # names of the two runs
@@ -89,7 +89,7 @@ def _losses(directory: Path) -> list[float]:
 def _recovery(directory: Path) -> dict[str, Any] | None:
     """The parts of the restart's time, as rank 0 has measured them."""
     with suppress(OSError, msgspec.MsgspecError, IndexError):
-        recovered = msgspec.json.decode((directory / RECOVERIES_FILE).read_bytes().splitlines()[-1], type=Recovered)
+        recovered = msgspec.json.decode((directory / RECOVERIES_FILE).read_bytes().splitlines()[-1], type=RestartTime)
         return msgspec.to_builtins(recovered) | {"total": recovered.total}
     return None
 

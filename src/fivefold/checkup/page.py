@@ -5,7 +5,7 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
-from fivefold.checkup.calibration import Figure, amount_text, sentence_of
+from fivefold.checkup.calibration import Constant, amount_text, sentence_of
 from fivefold.checkup.pictures import losses_picture, steps_picture
 from fivefold.checkup.report import CheckupReport, PartReport
 from fivefold.checkup.result import extras_table, setup_text, steps_table, verdict
@@ -29,6 +29,7 @@ h1 {{ margin-bottom: .25rem; line-height: 1.2; }} h2 {{ margin: 2.5rem 0 .5rem; 
 figure {{ max-width: 34rem; }} pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
 pre {{ padding: .5rem .75rem; background: {FAINT}; border-radius: .5rem; font-size: .85rem; }}
 li.bad, p.bad {{ color: #b8430b; }} th {{ vertical-align: bottom; }} td {{ vertical-align: top; }}
+td:first-child {{ overflow-wrap: anywhere; }}
 @media (max-width: 40rem) {{ th, td {{ padding: .2rem .4rem; font-size: .85rem; }} body {{ margin: 1rem auto; }} }}
 @media (prefers-color-scheme: dark) {{
   .cards li, pre {{ background: {DARK[FAINT]}; }} .cards span, .lead {{ color: {DARK[GREY]}; }}
@@ -81,7 +82,7 @@ def _section(report: CheckupReport, part: PartReport) -> Iterator[str]:
     yield f'<h2 id="{escape(part.name)}">{escape(part.title)}</h2>'
     if part.findings:
         yield _items(part.findings, "ul", "bad")
-    figures = [sentence_of(Figure(**figure)) for figure in part.data.get("figures", ())]  # which the table has
+    figures = [sentence_of(Constant(**figure)) for figure in part.data.get("figures", ())]  # which the table has
     if says := [sentence for sentence in part.says if sentence not in figures]:
         yield _items(says, "ul")
     tables = {"machines": _machines, "proofs": _proofs, "calibration": _calibration}
@@ -166,7 +167,7 @@ def _proofs(data: dict[str, Any]) -> Iterator[Table]:
 
 def _calibration(data: dict[str, Any]) -> Iterator[Table]:
     rows: list[Row] = []
-    for figure in (Figure(**figure) for figure in data["figures"]):
+    for figure in (Constant(**figure) for figure in data["figures"]):
         known = figure.catalogue is not None
         change = f"{100 * (figure.measured / figure.catalogue - 1):+.0f}%" if figure.catalogue else "-"
         there = amount_text(figure.catalogue, figure.unit) if known and figure.catalogue else "-"

@@ -20,7 +20,7 @@ _REPORTING_S = 5.0  # seconds that are left for the page
 _KEPT = 0.6  # of the shares of later parts, that no part may take
 
 
-class Part(NamedTuple):
+class CheckupPart(NamedTuple):
     name: PartName
     title: str
     weight: float  # of the time
@@ -28,16 +28,18 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("machines", "Machines", 1.5, "examines every rank, link, disk and clock, and compares them (doctor)"),
-    Part("proofs", "Proofs", 2.5, "proves a sample of layouts against one process, on these devices (verify)"),
-    Part("lost-rank", "A lost rank", 2.0, "kills a rank of a short run, starts again and compares the two loss curves"),
-    Part("calibration", "Calibration", 2.5, "measures matmuls, memory and collectives for the planner (calibrate)"),
-    Part("layouts", "Layouts", 4.5, "trains the planner's best layout and two rivals, beside what it predicted"),
+    CheckupPart("machines", "Machines", 1.5, "examines every rank, link, disk and clock, and compares them (doctor)"),
+    CheckupPart("proofs", "Proofs", 2.5, "proves a sample of layouts against one process, on these devices (verify)"),
+    CheckupPart(
+        "lost-rank", "A lost rank", 2.0, "kills a rank of a short run, starts again and compares the loss curves"
+    ),
+    CheckupPart("calibration", "Calibration", 2.5, "measures matmuls, memory and links for the planner (calibrate)"),
+    CheckupPart("layouts", "Layouts", 4.5, "trains the planner's best layout and two rivals, beside what it predicted"),
 )
 NAMES = tuple(part.name for part in PARTS)
 
 
-def chosen_parts(skip: str) -> tuple[Part, ...]:
+def chosen_parts(skip: str) -> tuple[CheckupPart, ...]:
     """The parts that are left without those of a list with commas."""
     skipped = [word.strip() for word in skip.split(",") if word.strip()]
     for word in skipped:
@@ -65,7 +67,7 @@ class Budget:
     """The time of a whole checkup, shared by the parts that are left in proportion to their weights."""
 
     minutes: float
-    parts: tuple[Part, ...] = PARTS
+    parts: tuple[CheckupPart, ...] = PARTS
     clock: Callable[[], float] = time.monotonic
     start: float = field(init=False)
 
@@ -80,15 +82,15 @@ class Budget:
     def left(self) -> float:
         return max(0.0, 60 * self.minutes - _REPORTING_S - self.spent)
 
-    def share(self, part: Part) -> float:
+    def share(self, part: CheckupPart) -> float:
         """Seconds that a part should take if it begins now."""
         return self.left * self._fraction(part)
 
-    def limit(self, part: Part) -> float:
+    def limit(self, part: CheckupPart) -> float:
         """Seconds that it may take: slow machines get more than the share, and most of the others' shares are kept."""
         return self.left * (1 - _KEPT * (1 - self._fraction(part)))
 
-    def _fraction(self, part: Part) -> float:
+    def _fraction(self, part: CheckupPart) -> float:
         return part.weight / sum(other.weight for other in self.parts[self.parts.index(part) :])
 
     def planned(self) -> dict[PartName, float]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fivefold.checkup.report import CheckupReport, LayoutRun, Step
+from fivefold.checkup.report import CheckupReport, LayoutRun, LayoutStep
 from fivefold.render.chart import Plot
 from fivefold.render.scene import (
     BLUE,
@@ -57,7 +57,7 @@ def steps_picture(runs: Sequence[LayoutRun]) -> Scene | None:
     return scene
 
 
-def _bars(run: LayoutRun) -> list[tuple[str, Step, str]]:
+def _bars(run: LayoutRun) -> list[tuple[str, LayoutStep, str]]:
     pairs = (
         ("measured", run.measured, BLUE),
         ("calibrated", run.calibrated, ORANGE),

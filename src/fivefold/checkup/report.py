@@ -28,7 +28,7 @@ class PartReport(msgspec.Struct, kw_only=True):
         return self.status in GOOD
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class LayoutStep(msgspec.Struct, frozen=True, kw_only=True):
     """A layout's step, measured or predicted: seconds of it, and bytes of the fullest rank."""
 
     seconds: float
@@ -42,14 +42,15 @@ class LayoutRun(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: str
     role: str  # "the planner's best", "rival"
-    measured: Step | None = None  # None: it did not run
-    catalogue: Step | None = None  # predicted with the catalogue's figures; None: it does not know the device
-    calibrated: Step | None = None  # predicted with those that were measured here
+    measured: LayoutStep | None = None  # None: it did not run
+    catalogue: LayoutStep | None = None  # predicted with the catalogue's figures; None: it does not know the device
+    calibrated: LayoutStep | None = None  # predicted with those that were measured here
     failed: str = ""  # why it did not run
+    out_of_time: bool = False  # whether that was the time that it may take
 
     def error(self, which: str) -> float | None:
         """The relative error of a prediction of the step: predicted / measured - 1."""
-        predicted: Step | None = getattr(self, which)
+        predicted: LayoutStep | None = getattr(self, which)
         return predicted.seconds / self.measured.seconds - 1 if predicted and self.measured else None
 
 

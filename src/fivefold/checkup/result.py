@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from fivefold.checkup.parts import PARTS, Budget
-from fivefold.checkup.report import CheckupReport, LayoutRun, Status, Step
+from fivefold.checkup.report import CheckupReport, LayoutRun, LayoutStep, Status
 from fivefold.render.blocks import Block, Cell, Result, Style, Table, Text
 from fivefold.support.text import bytes_text, plural
 
@@ -108,7 +108,7 @@ def parts_table(report: CheckupReport) -> Table:
     return Table(["part", "", ">took", "~"], rows)
 
 
-def ms(step: Step | None) -> str:
+def ms(step: LayoutStep | None) -> str:
     return f"{1e3 * step.seconds:.1f}" if step else "-"
 
 
@@ -120,7 +120,7 @@ def steps_table(runs: list[LayoutRun]) -> Table:
     """Measured steps beside those predicted, before and after the calibration."""
     rows = []
     for run in runs:
-        measured = ms(run.measured) if run.measured else Cell("failed", "bad")
+        measured = ms(run.measured) if run.measured else Cell("out of time" if run.out_of_time else "failed", "bad")
         cells = [
             ms(run.catalogue),
             percent(run.error("catalogue")),

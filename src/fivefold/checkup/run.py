@@ -23,10 +23,10 @@ from fivefold.checkup.devices import Devices, chosen_model
 from fivefold.checkup.layouts import train_layouts
 from fivefold.checkup.lost_rank import lose_a_rank
 from fivefold.checkup.machines import examine_machines
-from fivefold.checkup.parts import PARTS, Budget, Part
+from fivefold.checkup.parts import PARTS, Budget, CheckupPart
 from fivefold.checkup.proofs import prove_layouts
 from fivefold.checkup.report import CheckupReport, PartReport
-from fivefold.checkup.tasks import Base
+from fivefold.checkup.tasks import TypedJob
 from fivefold.checkup.team import Team
 from fivefold.hardware.cluster import Cluster
 from fivefold.launch.exits import INTERRUPTED, TERMINATED
@@ -61,7 +61,7 @@ class Done(NamedTuple):
 
 
 def run_checkup(
-    team: Team, base: Base, devices: Devices, budget: Budget, command: str, tell: Tell, *, names: bool = False,
+    team: Team, base: TypedJob, devices: Devices, budget: Budget, command: str, tell: Tell, *, names: bool = False,
     cluster_file: str = "calibrated.toml",
 ) -> Done:  # fmt: skip
     """Run the budget's parts. `tell` gets a line at each begin and end; `names` keeps those of hosts and users."""
@@ -94,7 +94,7 @@ def run_checkup(
     return Done(report, course.cluster, code)
 
 
-def run_part(course: Course, part: Part, report: PartReport, budget: Budget) -> None:
+def run_part(course: Course, part: CheckupPart, report: PartReport, budget: Budget) -> None:
     """Run one part within its limit; its end is part of the report, whatever it is."""
     report.limit, course.share = budget.limit(part), budget.share(part)
     start = time.monotonic()

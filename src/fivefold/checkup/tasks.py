@@ -55,7 +55,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 @dataclass(frozen=True)
-class Base:
+class TypedJob:
     """What every rank knows from its own command line."""
 
     job: Job
@@ -86,7 +86,7 @@ def check_task(value: Any) -> Task:
     return task
 
 
-def task_words(task: Task, base: Base, *, launched: bool) -> list[str]:
+def task_words(task: Task, base: TypedJob, *, launched: bool) -> list[str]:
     """The words of the task's command line; `launched`: the ranks are there, and each runs the command."""
     nproc = [] if launched or task.ranks == 1 else ["--nproc", str(task.ranks)]
     match task.kind:
@@ -107,7 +107,7 @@ def task_words(task: Task, base: Base, *, launched: bool) -> list[str]:
             return ["train", *_measured_run(task, base), *base.common(task), *nproc]
 
 
-def _verify_words(task: Task, base: Base) -> list[str]:
+def _verify_words(task: Task, base: TypedJob) -> list[str]:
     on_gpu = task.device == "cuda"
     shared = on_gpu and task.ranks > 1 and base.job.train.share_gpu == "nccl"
     changes = [*(["train.share_gpu=nccl"] if shared else []), *(["train.compile=off"] if on_gpu else [])]
@@ -126,7 +126,7 @@ def _short_run(task: Task) -> list[str]:
     ]  # fmt: skip
 
 
-def _measured_run(task: Task, base: Base) -> list[str]:
+def _measured_run(task: Task, base: TypedJob) -> list[str]:
     """The run that times a layout, and then traces it."""
     model = [f"model={task.model}", f"model.layers={task.layers}"] if task.model else [*base.words]
     sizes = [f"data.seq={task.seq}", f"train.batch={task.batch}"] if task.model else []

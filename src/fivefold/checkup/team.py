@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from fivefold.checkup.command import CommandEnd, fivefold_command, run_command
-from fivefold.checkup.tasks import Base, Task, check_task, task_env, task_words
+from fivefold.checkup.tasks import Task, TypedJob, check_task, task_env, task_words
 from fivefold.launch.handshake import claim, meet
 from fivefold.launch.world import LOCAL_SIZE_ENV, RESTARTS_ENV, RUN_ID_ENV, World
 from fivefold.support.errors import PeerLost
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PURPOSE = "a checkup"
 Ends = dict[int, CommandEnd]  # by rank
 _MEETING_S = 300.0  # seconds for the ranks of a launcher to come
+_GRACE_S = 15.0  # seconds for a rank's command after another rank's has failed
 _REPLY_S = 30.0  # seconds that a rank may be late with how its command ended
 _SENT, _SENT_FIGURES = 6000, 1 << 22  # last characters of an output that a rank sends to rank 0, also with figures
 _NOT_A_RANK: dict[str, str | None] = dict.fromkeys(
@@ -40,7 +41,7 @@ _AGENT = {"TORCHELASTIC_USE_AGENT_STORE": None}  # torchrun's own store still ha
 class Team(Protocol):
     """The ranks of a checkup."""
 
-    base: Base
+    base: TypedJob
     size: int
     per_node: int
     launched: bool
@@ -57,7 +58,7 @@ class Here:
 
     launched = False
 
-    def __init__(self, base: Base, ranks: int):
+    def __init__(self, base: TypedJob, ranks: int):
         self.base, self.size, self.per_node = base, ranks, ranks
 
     def run(self, task: Task, limit: float) -> Ends:
@@ -75,7 +76,7 @@ class Launched:
 
     launched = True
 
-    def __init__(self, base: Base, world: World):
+    def __init__(self, base: TypedJob, world: World):
         self.base, self.world, self.size, self.per_node = base, world, world.size, world.local_size
         self.store = _meet(base, world)
         self.count = 0
@@ -107,7 +108,7 @@ class Launched:
             time.sleep(0.05)  # the store ends with this process
 
 
-def follow(base: Base, world: World) -> None:
+def follow(base: TypedJob, world: World) -> None:
     """What every rank but rank 0 does: run the tasks that rank 0 tells, until there are no more."""
     store, number = _meet(base, world), 0
     try:
@@ -129,24 +130,28 @@ def follow(base: Base, world: World) -> None:
         raise PeerLost(f"rank {world.rank} of the checkup has lost rank 0: {str(error).splitlines()[0]}") from None
 
 
-def _meet(base: Base, world: World) -> "Store":
+def _meet(base: TypedJob, world: World) -> "Store":
     return meet(world.meeting, world.rank, claim(base.job, "", world, PURPOSE), _MEETING_S)
 
 
-def _run_as(world: World, task: Task, base: Base, store: "Store", number: int) -> CommandEnd:
+def _run_as(world: World, task: Task, base: TypedJob, store: "Store", number: int) -> CommandEnd:
     """Run a task as a rank of the launcher's world, or by itself on this node."""
-    over = f"over {number}"
     words = task_words(task, base, launched=True)
     env = {**_NOT_A_RANK, **task_env(task), **_AGENT} if task.by_node else rank_env(world, task, number)
-    stopped = [0.0]
+    watched = [f"failed {number}", *([f"over {number}"] if world.rank else [])]
+    deadline: list[float] = []
 
     def cancelled() -> bool:
-        """Rank 0's command has ended: the others have a grace to say what they know."""
-        if world.rank and not task.by_node and not stopped[0] and store.check([over]):
-            stopped[0] = time.monotonic() + _REPLY_S / 2
-        return bool(stopped[0]) and time.monotonic() > stopped[0]
+        """Another rank has failed, or rank 0 has ended: this one has a grace to say what it knows. Else a rank that
+        waits for a killed one over NCCL would wait until its timeout."""
+        if not deadline and not task.by_node and any(store.check([key]) for key in watched):
+            deadline.append(time.monotonic() + _GRACE_S)
+        return bool(deadline) and time.monotonic() > deadline[0]
 
-    return run_command(fivefold_command(words), env, task.limit, cancelled)
+    end = run_command(fivefold_command(words), env, task.limit, cancelled)
+    if end.code not in (0, None):
+        store.set(f"failed {number}", "")
+    return end
 
 
 def rank_env(world: World, task: Task, number: int) -> dict[str, str | None]:

@@ -15,7 +15,7 @@ from fivefold.support.files import write
 if TYPE_CHECKING:
     from fivefold.checkup.parts import Budget
     from fivefold.checkup.run import Done
-    from fivefold.checkup.tasks import Base
+    from fivefold.checkup.tasks import TypedJob
     from fivefold.launch.world import World
 
 CHECKUP = "Prove and measure your machines in a first hour.  [dim]fivefold checkup -o checkup[/]"
@@ -70,7 +70,7 @@ def checkup(
       fivefold accuracy --data checkup.json
     """
     from fivefold.checkup.parts import Budget, check_minutes, chosen_parts
-    from fivefold.checkup.tasks import Base
+    from fivefold.checkup.tasks import TypedJob
     from fivefold.job.reading import read_job
     from fivefold.launch.world import current_world
     from fivefold.trainer.start import check_ranks
@@ -81,7 +81,7 @@ def checkup(
     path, changes = split_job_and_changes(job)
     read = read_job(path, changes)
     own_model = bool(path) or any(change.startswith("model") for change in changes)
-    base = Base(read, tuple(job or ()), own_model)
+    base = TypedJob(read, tuple(job or ()), own_model)
     if world.joined and world.size > 1 and world.rank:
         if not dry_run:
             from fivefold.checkup.team import follow
@@ -112,7 +112,7 @@ def _files(output: Path) -> dict[str, Path]:
 
 
 def _checkup(
-    base: "Base", budget: "Budget", world: "World", nproc: int | None, cluster_file: str, *,
+    base: "TypedJob", budget: "Budget", world: "World", nproc: int | None, cluster_file: str, *,
     dry_run: bool, names: bool, as_json: bool,
 ) -> "Done | None":  # fmt: skip
     """Run it, or list what it would do."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fivefold.cost.moe import expert_matmuls
 from fivefold.cost.routing import ExpertLoad
 from fivefold.cost.software import SoftwareProfile
-from fivefold.layout.layout import Layout
+from fivefold.layout.layout import Layout, Recompute
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block
 from fivefold.spec.pattern import Layer
@@ -279,16 +279,12 @@ def saved_activations(
         activation_bytes=activation_bytes,
         imbalance=imbalance,
     )
-    if layout.recompute == "none":
-        return saved.without_recompute
-    if layout.recompute == "full":
-        return SavedActivations(residual=saved.block_input)
-    return saved.selective
+    return saved.under(layout.recompute)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedByBlock:
-    """What one block saves of one microbatch, by what is recomputed."""
+    """What one block saves of one microbatch, by what is recomputed; whatever the layout recomputes."""
 
     spec: ModelSpec
     layer: Layer
@@ -299,9 +295,15 @@ class SavedByBlock:
     activation_bytes: int
     imbalance: float
 
+    def under(self, recompute: Recompute) -> SavedActivations:
+        """Where this is recomputed."""
+        if recompute == "none":
+            return self.without_recompute
+        return SavedActivations(residual=self.block_input) if recompute == "full" else self.selective
+
     # ---- selective recompute -----------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def selective(self) -> SavedActivations:
         """Recompute of attention's core alone; or of all but matmuls; or of these and half of the matmuls."""
         if self.software.selective == "attention":

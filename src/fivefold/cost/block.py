@@ -66,6 +66,13 @@ class PassTimes(NamedTuple):
 NO_PASSES = PassTimes(NO_SECONDS, NO_SECONDS, NO_SECONDS)
 
 
+# What a `BlockCost` has in common with those of layouts that differ in recompute or in their schedule alone.
+_OF_ANY_RECOMPUTE = (
+    *("operations", "gemms", "rank_params", "cp_method", "inter_node_backward_seconds", "embedding", "head_and_loss"),
+    *("_dense", "_memory_bound", "_tp_forward", "_tp_backward"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockCost:
     """A microbatch of `samples` sequences under a layout, on a device, as a software runs it."""
@@ -104,6 +111,14 @@ class BlockCost:
     @cached_property
     def _others(self) -> dict[Layer, "BlockCost"]:
         return {}
+
+    def under(self, layout: Layout) -> "BlockCost":
+        """The same block under a layout that differs in recompute or in its schedule alone. What neither changes is
+        worked out once."""
+        other = replace(self, layout=layout)
+        for name in _OF_ANY_RECOMPUTE:
+            other.__dict__[name] = getattr(self, name)  # as `cached_property` stores it
+        return other
 
     @cached_property
     def moe(self) -> MoEBlock | None:
@@ -162,18 +177,8 @@ class BlockCost:
 
     def _compute(self, moe: MoEBlock | None) -> PassTimes:
         """GEMMs, attention and memory-bound kernels, as if nothing were sent or waited for."""
-        forward, dgrad, wgrad = (
-            self._gemm_slowdown * seconds for seconds in _gemm_seconds(self.device, tuple(self.gemms), self.precision)
-        )
-        attention, attention_backward = self._attention
-        memory, memory_backward = self._memory_bound
-        dense = PassTimes(
-            forward=Seconds(gemm=forward, attention=attention, memory=memory),
-            dgrad=Seconds(gemm=dgrad, attention=attention_backward, memory=memory_backward),
-            wgrad=Seconds(gemm=wgrad, memory=self.grad_accumulation_seconds(self.rank_params.total)),
-        )
         if moe is None:
-            return dense
+            return self._dense
         forward, dgrad, wgrad = moe.gemm_seconds
         memory, memory_backward = moe.memory_seconds
         experts = PassTimes(
@@ -181,7 +186,21 @@ class BlockCost:
             dgrad=Seconds(gemm=dgrad, memory=memory_backward),
             wgrad=Seconds(gemm=wgrad),
         )
-        return plus(dense, experts)
+        return plus(self._dense, experts)
+
+    @cached_property
+    def _dense(self) -> PassTimes:
+        """The same without experts."""
+        forward, dgrad, wgrad = (
+            self._gemm_slowdown * seconds for seconds in _gemm_seconds(self.device, tuple(self.gemms), self.precision)
+        )
+        attention, attention_backward = self._attention
+        memory, memory_backward = self._memory_bound
+        return PassTimes(
+            forward=Seconds(gemm=forward, attention=attention, memory=memory),
+            dgrad=Seconds(gemm=dgrad, attention=attention_backward, memory=memory_backward),
+            wgrad=Seconds(gemm=wgrad, memory=self.grad_accumulation_seconds(self.rank_params.total)),
+        )
 
     def _with_exposed_collectives(self, compute: PassTimes, moe: MoEBlock | None) -> PassTimes:
         """What each axis sends and compute does not hide; and recomputation, which repeats some of it."""
@@ -363,7 +382,7 @@ class BlockCost:
         overlap_fraction = max(software.hides("tp_backward"), software.achieved.tp_backward * (software.overlap.tp > 0))
         return forward, exposed_seconds(self._tp_backward, behind, overlap_fraction)
 
-    @property
+    @cached_property
     def _tp_forward(self) -> float:
         return self._tp_seconds((*self.collectives.mixer(), *self.collectives.mlp()))
 

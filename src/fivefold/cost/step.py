@@ -6,7 +6,7 @@ estimate(workload).seconds
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 from msgspec import structs
@@ -30,7 +30,8 @@ from fivefold.schedules.costs import Costs, MessageLink, Segment, Segments, seco
 from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.registry import build
 from fivefold.schedules.schedule import Schedule
-from fivefold.schedules.simulate import Simulation, simulate
+from fivefold.schedules.simulate import Simulation
+from fivefold.schedules.steady_state import time_steps
 from fivefold.spec.model import AttentionFlopCounting, ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block
 from fivefold.support.dtypes import dtype_of_bytes
@@ -97,12 +98,12 @@ def block_messages(block_cost: BlockCost) -> ExpertMessages:
 
 def overlap_savings(lane: Lane, costs: Costs) -> float:
     """Seconds that overlap saves a rank against F, I and W one after the other: messages that compute hides."""
-    seconds, first = 0.0, None
+    seconds, first, joined = 0.0, None, cache(costs.joined)
     for action in lane.actions:
         if action.kind is BACKWARD:
             seconds += costs.i[action.stage] + costs.w[action.stage] - costs.b[action.stage]
             if first is not None:
-                seconds += costs.f[first] + costs.b[action.stage] - costs.joined(first, action.stage)
+                seconds += costs.f[first] + costs.b[action.stage] - joined(first, action.stage)
         first = action.stage if action.joined else None
     return seconds
 
@@ -266,18 +267,12 @@ def _simulated(workload: Workload, durations: Costs) -> tuple[Simulation, float,
     """The simulated schedule, its makespan, what overlap saves on each rank, and its bubble. A long schedule repeats
     itself: its steady state is simulated once, and extrapolated."""
     layout, m = workload.layout, workload.layout.microbatches
-    few = simulated_microbatches(layout)
-    simulation = simulate(workload.schedule(few), durations)
-    savings = _overlap_savings(simulation)
-    if few == m:
-        return simulation, simulation.makespan, savings, simulation.bubble_makespan
-    longer = simulate(workload.schedule(few + layout.pp), durations)
-    more = (m - few) / layout.pp
-    each = zip(savings, _overlap_savings(longer), strict=True)
-    length = simulation.makespan + more * (longer.makespan - simulation.makespan)
-    short, long = (sum(rank.busy for rank in run.ranks) for run in (simulation, longer))
-    bubble = 1 - (short + more * (long - short)) / (layout.pp * length) if length else 0.0
-    return simulation, length, [short + more * (long - short) for short, long in each], bubble
+    period = layout.record.period(layout.pp, m)
+    step = time_steps(workload.schedule, durations, m, simulated_microbatches(layout), period)
+    length, busy, *savings = step.total(
+        lambda run: [run.makespan, sum(rank.busy for rank in run.ranks), *_overlap_savings(run)]
+    )
+    return step.simulation, length, savings, 1 - busy / (layout.pp * length) if length else 0.0
 
 
 def _overlap_savings(simulation: Simulation) -> list[float]:
@@ -307,11 +302,14 @@ def _built_for(record: ScheduleInfo, p: int, m: int, durations: Costs) -> Schedu
 
 
 def simulated_microbatches(layout: Layout) -> int:
-    """How many microbatches to simulate: beyond these its schedule only repeats itself. As many rounds of p as any
-    warm-up needs."""
-    rounds, p, m = 3, layout.pp, layout.microbatches
+    """How many microbatches to simulate at first: beyond these its schedule only repeats itself, as `time_steps` sees
+    to. As many rounds as any warm-up needs."""
+    rounds, m = 3, layout.microbatches
+    if not layout.record.repeats:
+        return m
+    period = layout.record.period(layout.pp, m)
     long = 64  # microbatches that are simulated whole, whatever p is
-    return m if m <= rounds * p + long or not layout.record.repeats else rounds * p + m % p
+    return m if m <= rounds * period + long else rounds * period + m % period
 
 
 def stage_passes(workload: Workload) -> list[PassTimes]:

@@ -38,8 +38,8 @@ class TextPiece(NamedTuple):
     """Some text of a document."""
 
     text: str | bytes
-    loss: bool
-    ends: bool  # the document
+    loss: bool  # whether its tokens carry loss
+    ends: bool  # whether the document ends with it
 
 
 class Fields(NamedTuple):
@@ -180,7 +180,7 @@ def _document(
 ) -> Iterator[TextPiece]:
     if segments is None and prompt is None and text is not None and len(text) <= PIECE_SIZE:
         if text:
-            yield TextPiece(text, True, True)
+            yield TextPiece(text, loss=True, ends=True)
         else:
             meter.empty += 1
         return
@@ -194,10 +194,10 @@ def _document(
         ends, held = place == len(segments) - 1, ""
         for part in in_pieces([segment.text]):
             if held:
-                yield TextPiece(held, segment.loss, False)
+                yield TextPiece(held, segment.loss, ends=False)
             held = part
         if held or ends:
-            yield TextPiece(held, segment.loss, ends)
+            yield TextPiece(held, segment.loss, ends=ends)
 
 
 def _record(fields: Fields) -> type[Any]:

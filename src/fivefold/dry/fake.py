@@ -107,13 +107,13 @@ _REPLACEMENTS: dict[Any, Any] = {
 class _Recipe(NamedTuple):
     """How to make a result: with new memory, or as a view of an argument."""
 
-    base: int | None  # the number of the argument; None: new memory
-    same: bool  # whether the result is the argument itself
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    base: int | None = None  # the number of the argument; None: new memory
+    same: bool = False  # whether the result is the argument itself
 
 
 class _Recipes(NamedTuple):
@@ -157,11 +157,11 @@ def _recipe(args: Any, result: Any) -> _Recipe | None:
     storage = result.untyped_storage()
     for number, arg in enumerate(args):
         if isinstance(arg, Tensor) and arg.untyped_storage()._cdata == storage._cdata:
-            return _Recipe(number, result is arg, *fields)
+            return _Recipe(*fields, base=number, same=result is arg)
     empty = torch.empty_strided(tuple(result.shape), result.stride(), dtype=result.dtype, device="meta")
     if empty.untyped_storage().nbytes() != storage.nbytes() or offset:
         return None
-    return _Recipe(None, False, *fields)
+    return _Recipe(*fields)
 
 
 # ---- world ----------------------------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ from fivefold.launch import faults, rank_log
 from fivefold.launch.exits import ENDED_AT_ONCE, INTERRUPTED, STOP_SIGNALS, TERMINATED, End, say, say_ended, signal_name
 from fivefold.launch.handshake import ranks_text
 from fivefold.launch.host import cores
-from fivefold.launch.processes import Processes
 from fivefold.launch.rendezvous import SECRET_ENV
+from fivefold.launch.supervisor import Supervisor
 from fivefold.launch.world import PLANNED_ENV, RESTARTS_ENV, RUN_ID_ENV, STORE_ENV
 from fivefold.support.errors import PeerLost, Problem, UserError
 
@@ -36,8 +36,8 @@ from fivefold.support.errors import PeerLost, Problem, UserError
 # Whether to start again after a failure, and after how long. A failure that comes twice in the same place ends the run.
 #
 # policy = Restarts(3)
-# policy.after(failure)      # RestartVerdict(again=True, pause=0.0, why="1 of 3")
-# policy.after(failure)      # RestartVerdict(again=False, ..., why="the same failure came twice ...")
+# policy.after(failure)      # RestartVerdict(again=True, why="1 of 3", pause=0.0)
+# policy.after(failure)      # RestartVerdict(again=False, why="the same failure came twice ...")
 
 
 FIRST, LONGEST = 1.0, 60.0  # seconds of pause after a start without progress; each further one pauses twice as long
@@ -46,8 +46,8 @@ _STEP = re.compile(r"\bstep (\d+)")
 
 class RestartVerdict(NamedTuple):
     again: bool
-    pause: float  # seconds
     why: str
+    pause: float = 0.0  # seconds before the next start
 
 
 class Restarts:
@@ -65,13 +65,15 @@ class Restarts:
             self.furthest, self.without_progress = int(step[1]), 0
             self.seen.clear()
         if self.done >= self.allowed:
-            return RestartVerdict(False, 0.0, f"all {self.allowed} restarts are used up" if self.allowed else "")
+            return RestartVerdict(again=False, why=f"all {self.allowed} restarts are used up" if self.allowed else "")
         if failure.signature in self.seen:
-            return RestartVerdict(False, 0.0, "the same failure came twice without progress: it is not tried again")
+            return RestartVerdict(
+                again=False, why="the same failure came twice without progress: it is not tried again"
+            )
         self.seen.add(failure.signature)
         pause = min(LONGEST, FIRST * 2 ** (self.without_progress - 1)) if self.without_progress else 0.0
         self.done, self.without_progress = self.done + 1, self.without_progress + 1
-        return RestartVerdict(True, pause, f"{self.done} of {self.allowed}")
+        return RestartVerdict(again=True, why=f"{self.done} of {self.allowed}", pause=pause)
 
 
 # ---- devices --------------------------------------------------------------------------------------------------------
@@ -302,7 +304,7 @@ class Launcher:
         self.attached, self.say, self.look = attached, say, look
         self.run_id = os.environ.get(RUN_ID_ENV, uuid.uuid4().hex)
         self.stop_signal = 0  # that this process got; 0: none yet
-        self.ranks: Processes | None = None  # of the start under way
+        self.supervisor: Supervisor | None = None  # of the start under way
         self.devices = DevicePool(arrangement.ranks, elastic.gpus if elastic else 0, self._step)
         self.arrangement = elastic.arrange(arrangement.ranks) if elastic else arrangement
         self.growing = False  # the ranks of the start under way were asked to stop, because lost ranks are back
@@ -377,7 +379,7 @@ class Launcher:
 
     def _step_now(self) -> int:
         """The step that the start under way is in; 0 if its ranks have not begun one."""
-        step = re.match(r"step (\d+)", self.ranks.board.place(0) if self.ranks else "")
+        step = re.match(r"step (\d+)", self.supervisor.board.place(0) if self.supervisor else "")
         return int(step[1]) if step else 0
 
     def _while_ranks_work(self) -> None:
@@ -390,9 +392,9 @@ class Launcher:
             with suppress(UserError):
                 self.growing = self.elastic.arrange(len(self.devices.here)).args != self.arrangement.args
             alone = len(back) == 1
-            if self.growing and self.ranks:
+            if self.growing and self.supervisor:
                 self.say(f"{ranks_text(back)} {'is' if alone else 'are'} back: {self.devices}")
-                self.ranks.tell(signal.SIGUSR1)
+                self.supervisor.send_signal(signal.SIGUSR1)
             else:
                 self.say(f"{ranks_text(back)} answer{'s' * alone} again; the layout stays what it is")
 
@@ -412,10 +414,10 @@ class Launcher:
             if number == self.stop_signal == signal.SIGINT:
                 raise KeyboardInterrupt
             self.stop_signal = number
-            if number == signal.SIGINT and not (self.ranks and self.ranks.board.place(0)):
+            if number == signal.SIGINT and not (self.supervisor and self.supervisor.board.place(0)):
                 self.say(self.interrupted)  # else rank 0 prints it, which may be drawing on the terminal
-            if self.ranks:
-                self.ranks.tell(number)
+            if self.supervisor:
+                self.supervisor.send_signal(number)
 
         handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         previous = {number: signal.signal(number, pass_on) for number in handled}
@@ -443,18 +445,18 @@ class Launcher:
             if start:
                 added[PLANNED_ENV] = f"{self.arrangement.seconds:.3f}"
             env = {"OMP_NUM_THREADS": str(threads), **os.environ, **added}
-            ranks = self.ranks = Processes(nproc, Path(home), attached=self.attached)
+            supervisor = self.supervisor = Supervisor(nproc, Path(home), attached=self.attached)
             try:
-                ranks.start(self.function, *self.arrangement.args, env=env, threads=threads)
+                supervisor.start(self.function, *self.arrangement.args, env=env, threads=threads)
                 if self.stop_signal:
-                    ranks.tell(self.stop_signal)  # it came before all ranks had started
-                ends = ranks.watch(self._grace, each=self._while_ranks_work)
+                    supervisor.send_signal(self.stop_signal)  # it came before all ranks had started
+                ends = supervisor.watch(self._grace, on_check=self._while_ranks_work)
             except KeyboardInterrupt:  # the second
                 return self._end_at_once(), None, []
             finally:
                 self._step()
-                self.ranks = None
-                ranks.kill()
+                self.supervisor = None
+                supervisor.kill()
                 # The ranks' last lines come before the launcher's about them.
                 rank_log.wait_until_written(Path(added[rank_log.LOCK_FILE]))
                 self.look()

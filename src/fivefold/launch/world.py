@@ -99,8 +99,16 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
     meeting = Rendezvous(env.get(STORE_ENV, ""), address, int(env.get("MASTER_PORT", 0)), agent, alone)
     # Each of torchrun's agents counts its own starts: one whose ranks failed counts one more than the others.
     start = None if _AGENT_STORE_ENV in env else int(env.get(RESTARTS_ENV, 0))
-    local_rank = int(env.get("LOCAL_RANK", 0))
-    return World(int(env["RANK"]), size, local_rank, local_size, True, meeting, env.get(RUN_ID_ENV, ""), start)
+    return World(
+        rank=int(env["RANK"]),
+        size=size,
+        local_rank=int(env.get("LOCAL_RANK", 0)),
+        local_size=local_size,
+        joined=True,
+        meeting=meeting,
+        run=env.get(RUN_ID_ENV, ""),
+        start=start,
+    )
 
 
 def _from_slurm(env: Mapping[str, str]) -> World:

@@ -122,20 +122,27 @@ def _partition(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
 
 
 def schedule_of(spec: ModelSpec, layout: Layout, seq: int, microbatches: int = 0) -> Schedule:
-    """The schedule of a layout, one object for the planner and the trainer. `microbatches`: fewer than the layout's.
+    """The schedule of a layout, one object for the planner and the trainer. `microbatches`: fewer than the layout's, in
+    the same groups.
 
     `auto` is made for the stages that the model has in it, unequal as they are.
     """
     record, m = layout.record, microbatches or layout.microbatches
     stages = stages_of(spec, layout, seq) if record.uses_stage_times and layout.pp > 1 else ()
-    return _built(record, layout.pp, m, layout.chunks, (spec, seq, stages) if stages else None)
+    group = record.period(layout.pp, layout.microbatches) if record.group else None
+    return _built(record, layout.pp, m, layout.chunks, group, (spec, seq, stages) if stages else None)
 
 
 @lru_cache(maxsize=512)
 def _built(
-    record: ScheduleInfo, p: int, m: int, chunks: int, weighed: tuple[ModelSpec, int, tuple[Stage, ...]] | None
+    record: ScheduleInfo,
+    p: int,
+    m: int,
+    chunks: int,
+    group: int | None,
+    weighed: tuple[ModelSpec, int, tuple[Stage, ...]] | None,
 ) -> Schedule:
-    return build(record, p, m, chunks=chunks, costs=_durations(*weighed, p) if weighed else None)
+    return build(record, p, m, chunks=chunks, group=group, costs=_durations(*weighed, p) if weighed else None)
 
 
 def _durations(spec: ModelSpec, seq: int, stages: tuple[Stage, ...], p: int) -> Costs:

@@ -135,7 +135,7 @@ def local_rank_report(rank: processes.Rank, table: dict[str, object]) -> RankRep
     bind(device, worlds.World(rank.number, rank.world, rank.number, rank.world))
     if rank.world > 1:
         rank.join(choose_backend(device, rank.world, job.train, rank.number))
-    return examine(job, Mesh.of_job(job, device), rank.number == 0)
+    return examine(job, Mesh.of_job(job, device), first_of_node=rank.number == 0)
 
 
 def launched_rank_reports(job: Job, world: worlds.World) -> list[RankReport]:
@@ -150,14 +150,14 @@ def launched_rank_reports(job: Job, world: worlds.World) -> list[RankReport]:
         try:
             check_shared_gpu(job.train, device, world)
             mesh = Mesh.of_job(job, device, job.train.timeout)
-            report = examine(job, mesh, world.local_rank == 0)
+            report = examine(job, mesh, first_of_node=world.local_rank == 0)
             return gather_values(report, RankReport, mesh.world.group) if world.size > 1 else [report]
         finally:
             group.leave(world)
 
 
-def examine(job: Job, mesh: Mesh, first: bool) -> RankReport:
-    """Measure this rank; collective over all. `first`: it is the first rank of its node."""
+def examine(job: Job, mesh: Mesh, *, first_of_node: bool) -> RankReport:
+    """Measures this rank; collective over all."""
     make_repeatable(job.train)
     device, world = mesh.device, mesh.world
 
@@ -173,7 +173,7 @@ def examine(job: Job, mesh: Mesh, first: bool) -> RankReport:
     rate = matmul_rate(device, TORCH_DTYPES[job.train.dtype], _SUSTAINED[device.type])
     gpu = this_node.gpu_state(pci_address(device.index)) if device.type == "cuda" else None
     begin("the disk under run.dir")
-    disk = this_node.try_disk(path_of(job.run.dir)) if first else None
+    disk = this_node.try_disk(path_of(job.run.dir)) if first_of_node else None
     amounts = this_node.amounts()
     if device.type == "cuda":
         amounts["GPU memory"] = torch.cuda.mem_get_info(device)[0]

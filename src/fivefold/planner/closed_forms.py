@@ -4,14 +4,16 @@ Each element of the arrays is a combination of choices. The cost of a block depe
 `BlockShape`), and is computed once for each by the functions that time a single layout.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
 
-from fivefold.cost.activations import saved_activations
+from fivefold.cost.activations import SavedByBlock
 from fivefold.cost.block import BlockCost, PassTimes
 from fivefold.cost.closed_forms import PipelineForm, ZeroCost
 from fivefold.cost.collective_time import Kind, Reach, Topology
@@ -24,6 +26,7 @@ from fivefold.cost.peak_memory import (
     loss_peak,
     mlp_backward_bytes,
 )
+from fivefold.cost.software import SoftwareProfile
 from fivefold.cost.step import Workload, p2p_bytes
 from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
 from fivefold.schedules.info import ScheduleInfo
@@ -54,6 +57,66 @@ class BlockShape(NamedTuple):
         return replace(workload, layout=layout, batch=self.samples)
 
 
+@dataclass(frozen=True)
+class ShapeCost:
+    """A block in one shape."""
+
+    cost: BlockCost
+    activations: SavedByBlock
+    logits: float  # bytes
+    p2p_bytes: float
+
+    @classmethod
+    def of(cls, workload: Workload, shape: BlockShape, layer: Layer) -> "ShapeCost":
+        [cost] = cls.of_kinds(workload, shape, [layer])
+        return cost
+
+    @classmethod
+    def of_kinds(cls, workload: Workload, shape: BlockShape, kinds: Iterable[Layer]) -> list["ShapeCost"]:
+        workload = shape.of(workload)
+        spec, layout, software, any_cost = workload.spec, workload.layout, workload.software, workload.block_cost
+        logits, sent = loss_peak(spec, layout, software, any_cost.tokens), p2p_bytes(workload)
+        costs = []
+        for layer in kinds:
+            activations = SavedByBlock(
+                spec=spec,
+                layer=layer,
+                layout=layout,
+                software=software,
+                tokens=any_cost.tokens,
+                seq=workload.seq,
+                activation_bytes=any_cost.activation_bytes,
+                imbalance=1.0,
+            )
+            costs.append(cls(any_cost.of(layer), activations, logits, sent))
+        return costs
+
+    def under(self, recompute: Recompute) -> "ShapeCost":
+        """The same but for recompute."""
+        if recompute == self.cost.layout.recompute:
+            return self
+        return replace(self, cost=self.cost.under(structs.replace(self.cost.layout, recompute=recompute)))
+
+    @property
+    def with_split_backward(self) -> BlockCost:
+        """The block cost under a schedule that splits backward, if that makes a difference."""
+        if self.cost.layout.tp == 1:
+            return self.cost
+        return self.cost.under(structs.replace(self.cost.layout, schedule=SPLIT_BACKWARD_SCHEDULE))
+
+
+def shape_costs(
+    workload: Workload, shapes: Iterable[BlockShape], kinds: Collection[Layer]
+) -> Iterator[list[ShapeCost]]:
+    """For each shape, one for each kind of layer. What recompute does not decide is worked out once for shapes that
+    differ in it alone and follow each other."""
+    last: tuple[BlockShape, list[ShapeCost]] | None = None
+    for shape in shapes:
+        if last is None or last[0] != shape._replace(recompute=last[0].recompute):
+            last = shape, ShapeCost.of_kinds(workload, shape, kinds)
+        yield [cost.under(shape.recompute) for cost in last[1]]
+
+
 class PipelineArrays(NamedTuple):
     schedule: ScheduleInfo
     chunks: int
@@ -77,9 +140,26 @@ class Choices(NamedTuple):
     shape: Array  # index into a list of Shapes
     pipeline: Array  # index into a list of Pipelines
 
+    def rows(self, rows: Array) -> "Choices":
+        """Some of them."""
+        return Choices(*(column[rows] for column in self))
+
+
+ELEMENTS_AT_ONCE = 1 << 14  # whose arrays stay in a core's cache while the formulas go over them
+
+
+def by_pipeline(of: Choices) -> Iterator[Array]:
+    """The elements in parts that have the same pp and, beyond one rank, the same pipeline; none too long."""
+    first, at = unlike(of.pp, np.where(of.pp == 1, 0, 1 + of.pipeline))
+    ends = np.cumsum(np.bincount(at, minlength=len(first)))
+    order = np.argsort(at.astype(np.uint16), kind="stable")  # in linear time
+    for begin, end in pairwise([0, *ends.tolist()]):
+        for start in range(begin, end, ELEMENTS_AT_ONCE):
+            yield order[start : min(end, start + ELEMENTS_AT_ONCE)]
+
 
 class BlockArrays(NamedTuple):
-    """Seconds and bytes of one block and of the ends, for a microbatch of a shape."""
+    """Seconds and bytes of one block and of the ends, for a microbatch of a shape; `Columns` of these for many."""
 
     forward: float
     backward: float
@@ -100,34 +180,67 @@ class BlockArrays(NamedTuple):
     @classmethod
     def of(cls, workload: Workload, shape: BlockShape, layer: Layer) -> "BlockArrays":
         """One block. `workload` has one dp rank's microbatch as its batch."""
-        workload = shape.of(workload)
-        layout, cost = workload.layout, workload.block_cost.of(layer)
-        block, sizes = cost.block, (workload.software, shape.samples, workload.seq, cost.activation_bytes)
-        saved = saved_activations(workload.spec, layout, *sizes, layer=layer).total
-        no_recompute = structs.replace(layout, recompute="none")
-        recomputed = saved_activations(workload.spec, no_recompute, *sizes, layer=layer).total - saved
+        return cls.in_shape(ShapeCost.of(workload, shape, layer))
+
+    @classmethod
+    def in_shape(cls, shape: ShapeCost) -> "BlockArrays":
+        cost, block, recompute = shape.cost, shape.cost.block, shape.cost.layout.recompute
+        saved = shape.activations.under(recompute).total
+        recomputed = shape.activations.without_recompute.total - saved
         return cls(
             forward=block.forward.total,
             backward=block.dgrad.total + block.wgrad.total,
             computing=computing(block)[0],
             computing_back=computing(block)[1],
-            waiting=waiting(workload, block),
+            waiting=waiting(cost.software, block),
             inter_node_backward=cost.inter_node_backward_seconds,
-            unhidden=split_backward(workload).of(layer).block.dgrad.total - block.dgrad.total,
+            unhidden=shape.with_split_backward.block.dgrad.total - block.dgrad.total,
             ends=sum(part.total for part in (*cost.head_and_loss, *cost.embedding)),
             saved=saved,
             transient=recomputed + mlp_backward_bytes(cost) + cp_buffer_bytes(cost),
-            logits=loss_peak(workload.spec, layout, workload.software, cost.tokens),
-            p2p_bytes=p2p_bytes(workload),
-            full=shape.recompute == "full",
+            logits=shape.logits,
+            p2p_bytes=shape.p2p_bytes,
+            full=recompute == "full",
         )
 
-    @classmethod
-    def of_all(cls, workload: Workload, shapes: list[BlockShape], at: Array, layer: Layer) -> "BlockArrays":
-        """For many elements; `at` has the index of each one's shape."""
-        used = {number: cls.of(workload, shapes[number], layer) for number in np.unique(at).tolist()}
-        table = np.array([used.get(number, next(iter(used.values()))) for number in range(len(shapes))])
-        return cls(*table[at].T)
+
+class Columns:
+    """`Columns(BlockArrays, table, at).saved`: a row of a table by its name, for many elements, each of which has a
+    column. Gathered when asked for: formulas of memory need few of them."""
+
+    def __init__(self, names: type[NamedTuple], table: Array, at: Array) -> None:
+        self._names, self._table, self._at = names._fields, table, at
+
+    def __getattr__(self, name: str) -> Array:
+        if name not in self._names:
+            raise AttributeError(name)
+        values: Array = self._table[self._names.index(name)][self._at]
+        setattr(self, name, values)
+        return values
+
+
+def shape_tables(
+    workload: Workload,
+    shapes: list[BlockShape],
+    at: Array,
+    numbers: Mapping[Layer, Callable[[ShapeCost], tuple[float, ...]]],
+) -> dict[Layer, Array]:
+    """Of each kind of layer, [fields, shapes] the numbers of the shapes whose indices are in `at`; of others zeros."""
+    indices = used(at)
+    rows: dict[Layer, list[tuple[float, ...]]] = {layer: [] for layer in numbers}
+    for costs in shape_costs(workload, [shapes[index] for index in indices], numbers):
+        for (layer, of), cost in zip(numbers.items(), costs, strict=True):
+            rows[layer].append(of(cost))
+    tables = {layer: np.zeros((len(own[0]), len(shapes))) for layer, own in rows.items()}
+    for layer, own in rows.items():
+        tables[layer][:, indices] = np.array(own).T
+    return tables
+
+
+def used(numbers: Array) -> list[int]:
+    """The numbers in an array of small ones, in order: np.unique without a sort."""
+    found: list[int] = np.flatnonzero(np.bincount(numbers)).tolist()
+    return found
 
 
 def computing(block: PassTimes) -> tuple[float, float]:
@@ -136,18 +249,9 @@ def computing(block: PassTimes) -> tuple[float, float]:
     return forward, backward + block.dgrad.recompute + block.wgrad.gemm
 
 
-def waiting(workload: Workload, block: PassTimes) -> float:
+def waiting(software: SoftwareProfile, block: PassTimes) -> float:
     """Seconds in which a device waits for its host; a CPU is its own host, and waits for nothing."""
-    return 0.0 if workload.software.computes_itself else block.forward.host + block.dgrad.host
-
-
-def split_backward(workload: Workload) -> BlockCost:
-    """The block cost under a schedule that splits backward, if that makes a difference."""
-    return (
-        replace(workload, layout=structs.replace(workload.layout, schedule=SPLIT_BACKWARD_SCHEDULE)).block_cost
-        if workload.layout.tp > 1
-        else workload.block_cost
-    )
+    return 0.0 if software.computes_itself else block.forward.host + block.dgrad.host
 
 
 @dataclass(frozen=True)
@@ -156,17 +260,22 @@ class LinkArrays:
 
     topologies: list[Topology]  # that differ in where ranks are
     at: Array  # which of them an element has
+    tables: dict[Any, Any] = field(default_factory=dict)  # of the topologies, made when first asked for
 
     @classmethod
     def of(cls, workload: Workload, of: Choices, ep: Array | int = 1) -> "LinkArrays":
-        key = ((of.tp * 4096 + of.cp) * 4096 + of.pp) * 65536 + ep  # dp is what is left of the world
-        _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-        degrees = (of.dp, of.tp, of.pp, of.cp, np.broadcast_to(ep, key.shape))
+        # dp is what is left of the world.
+        first, at = unlike(of.tp, of.cp, of.pp, np.broadcast_to(ep, of.tp.shape))
+        degrees = (of.dp, of.tp, of.pp, of.cp, np.broadcast_to(ep, of.tp.shape))
         topologies = []
         for row in np.column_stack([column[first] for column in degrees]).tolist():
             dp, tp, pp, cp, spread = row
             topologies.append(replace(workload, layout=Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=spread), batch=1).topology)
-        return cls(topologies, inverse.ravel())
+        return cls(topologies, at)
+
+    def rows(self, rows: Array) -> "LinkArrays":
+        """Those of some elements."""
+        return LinkArrays(self.topologies, self.at[rows], self.tables)
 
     @property
     def device(self) -> Device:
@@ -175,10 +284,12 @@ class LinkArrays:
     @cached_property
     def reaches(self) -> dict[str, Reach]:
         """Of the axes that ZeRO shards over."""
-        return {
-            axis: Reach(*np.array([links.reaches[axis] for links in self.topologies])[self.at].T)
-            for axis in ("fsdp", "efsdp")
-        }
+        return {axis: Reach(*self._reach(axis)[:, self.at]) for axis in ("fsdp", "efsdp")}
+
+    def _reach(self, axis: str) -> Array:
+        if axis not in self.tables:
+            self.tables[axis] = np.array([links.reaches[axis] for links in self.topologies]).T
+        return np.asarray(self.tables[axis])
 
     def time(self, kind: Kind, axis: str, payload: Any, calls: Any = 1) -> Any:
         """As `Topology.time`; for all-reduces the ring's time, though a tree may be quicker."""
@@ -188,14 +299,34 @@ class LinkArrays:
 
     def _line(self, kind: Kind, axis: str) -> tuple[Array, Array]:
         """Seconds before the first byte, and of each."""
-        if (kind, axis) not in self._lines:
+        if (kind, axis) not in self.tables:
             small, large = (np.array([links.time(kind, axis, n) for links in self.topologies]) for n in (1.0, 1e9))
-            self._lines[kind, axis] = small[self.at], ((large - small) / 1e9)[self.at]
+            self.tables[kind, axis] = small, (large - small) / 1e9
+        if (kind, axis) not in self._lines:
+            latency, rate = self.tables[kind, axis]
+            self._lines[kind, axis] = latency[self.at], rate[self.at]
         return self._lines[kind, axis]
 
     @cached_property
     def _lines(self) -> dict[tuple[Kind, str], tuple[Array, Array]]:
         return {}
+
+
+def unlike(*columns: Array) -> tuple[Array, Array]:
+    """Rows of columns of small numbers: where each that differs comes first, and for every row which of them it is. As
+    `np.unique`, without a sort of all rows."""
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        values = used(column) if len(column) else [0]
+        place = np.zeros(values[-1] + 1, dtype=np.int64)
+        place[values] = np.arange(len(values))
+        key = key * len(values) + place[column]
+    first = np.full(int(key.max(initial=0)) + 1, -1, dtype=np.int64)
+    first[key[::-1]] = np.arange(len(key))[::-1]  # the first row of each comes last, and stays
+    found = np.flatnonzero(first >= 0)
+    place = np.zeros(len(first), dtype=np.int64)
+    place[found] = np.arange(len(found))
+    return first[found], place[key]
 
 
 @dataclass(frozen=True)
@@ -205,9 +336,10 @@ class Closed:
 
     workload: Workload
     of: Choices
-    block: BlockArrays  # of arrays
+    block: Any  # arrays with the names of `BlockArrays`
     block_params: ParamShare  # parameters of a block on one rank
     pipelines: list[PipelineArrays]
+    links: LinkArrays
 
     @property
     def alone(self) -> Array:
@@ -216,10 +348,6 @@ class Closed:
     @property
     def chunks(self) -> Array:
         return np.where(self.alone, 1, np.array([pipeline.chunks for pipeline in self.pipelines])[self.of.pipeline])
-
-    @cached_property
-    def links(self) -> LinkArrays:
-        return LinkArrays.of(self.workload, self.of)
 
     @property
     def zero(self) -> ZeroCost:

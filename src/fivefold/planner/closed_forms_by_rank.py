@@ -1,13 +1,12 @@
 """Closed forms of a model whose layers differ: each pipeline rank has the layers of its stages (closed_forms.py).
 
-    UnlikeClosed({layer: closed_of(layer), ...}).memory()
+    ClosedForms(workload, choices, shapes, pipelines).memory()
 
 Each part is the closed form of a model of one kind of layer alone: it has the seconds and bytes of one such block.
 Which layers a rank has follows from how the stages are balanced, so a rank's parameters, saved activations and seconds
 are sums over its layers by kind, and no mean of the model's is taken.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -18,14 +17,26 @@ import numpy as np
 from fivefold.cost.moe import ParamShare, block_share
 from fivefold.cost.step import Workload
 from fivefold.layout.stages import balance_layers
-from fivefold.planner.closed_forms import Array, BlockArrays, BlockShape, Choices, Closed, PipelineArrays
+from fivefold.planner.closed_forms import (
+    Array,
+    BlockArrays,
+    BlockShape,
+    Choices,
+    Closed,
+    Columns,
+    LinkArrays,
+    PipelineArrays,
+    by_pipeline,
+    shape_tables,
+    used,
+)
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import Layer
 
 
 def block_params(spec: ModelSpec, of: Choices, layer: Layer, ep: Array | int = 1) -> ParamShare:
     """Parameters of a block on one rank."""
-    shares = {tp: block_share(spec, tp, 1, layer) for tp in np.unique(of.tp).tolist()}
+    shares = {tp: block_share(spec, tp, 1, layer) for tp in used(of.tp)}
     dense: Any = np.array([shares[tp].dense if tp in shares else 0.0 for tp in range(max(shares) + 1)])[of.tp]
     return ParamShare(dense, next(iter(shares.values())).experts / ep)
 
@@ -62,19 +73,10 @@ def _later(kind: Layer, kinds: list[Layer], stages: list[list[Layer]]) -> tuple[
     return tuple(fewest.count(other) for other in kinds)
 
 
-class RankArrays(NamedTuple):
-    """A rank of every element; those that have fewer ranks repeat their first."""
-
-    number: Array
-    first: Array
-    last: Array
-    counts: Array  # [kinds, elements]
-    later: Array  # [kinds, kinds, elements]
-
-
 @dataclass(frozen=True)
 class UnlikeClosed:
-    """The parts, and the sums over the ranks' layers."""
+    """The parts, and the sums over the ranks' layers. All elements have the same pp, and beyond one rank the same
+    pipeline: `by_pipeline` parts them so."""
 
     parts: dict[Layer, Closed]
 
@@ -84,34 +86,24 @@ class UnlikeClosed:
         return next(iter(self.parts.values()))
 
     @cached_property
-    def ranks(self) -> list[RankArrays]:
-        of, spec, kinds = self.any.of, self.any.workload.spec, list(self.parts)
-        pipelines = np.where(self.any.alone, -1, of.pipeline)
-        key, at = np.unique(np.stack([of.pp, pipelines]), axis=1, return_inverse=True)
-        tables: list[list[RankLayers]] = []
-        for pp, index in key.T.tolist():
-            stages: tuple[tuple[int, ...], ...] = ((0,),)
-            if index >= 0:
-                pipeline = self.any.pipelines[index]
-                stages = pipeline.schedule.placement(pp, pipeline.chunks).of_rank
-            tables.append(ranks_of(spec, kinds, stages, self.any.workload.seq))
-        arrays = []
-        for number in range(max(map(len, tables))):
-            rows = [table[number] if number < len(table) else table[0] for table in tables]
-            columns = (np.array([row[field] for row in rows])[at.ravel()] for field in range(5))
-            arrays.append(RankArrays(*(np.moveaxis(column, 0, -1) for column in columns)))
-        return arrays
+    def ranks(self) -> list[RankLayers]:
+        of, workload = self.any.of, self.any.workload
+        pp, stages = int(of.pp[0]), ((0,),)
+        if pp > 1:
+            pipeline = self.any.pipelines[of.pipeline[0]]
+            stages = pipeline.schedule.placement(pp, pipeline.chunks).of_rank
+        return ranks_of(workload.spec, list(self.parts), stages, workload.seq)
 
     def seconds(self) -> Array:
         """Of a step."""
         each = np.stack([part.each + part.gathering() for part in self.parts.values()])
         ends = np.asarray(self.any.block.ends)
-        busiest = np.max([(rank.counts * each).sum(axis=0) + ends * rank.last for rank in self.ranks], axis=0)
+        busiest = np.max([_sum(rank.counts, each) + ends * rank.last for rank in self.ranks], axis=0)
         counted = self.any.workload.spec.counted()
         many = np.array([[counted[kind]] for kind in self.parts])
         return self.any.step(busiest, (many * each).sum(axis=0) + ends) + self.after()
 
-    def parameters(self, rank: RankArrays) -> ParamShare:
+    def parameters(self, rank: RankLayers) -> ParamShare:
         spec, shares = self.any.workload.spec, [part.block_params for part in self.parts.values()]
         dense, experts = (
             sum(count * share[at] for count, share in zip(rank.counts, shares, strict=True)) for at in (0, 1)
@@ -157,32 +149,78 @@ class UnlikeClosed:
             fullest = np.maximum(fullest, self.any.taken(self.parameters(rank), flying, held + moment))
         return fullest
 
-    def _flying(self, number: Array) -> Array:
+    def _flying(self, number: int) -> Array:
         """Microbatches that a rank holds, in whole ranks' activations: with whole backward passes, the later the
         fewer."""
-        of, flying = self.any.of, np.ones(len(self.any.of.tp))
-        for index, (schedule, chunks) in enumerate(self.any.pipelines):
-            at = (of.pipeline == index) & ~self.any.alone
-            m = of.microbatches[at]
-            fewer = 0 if schedule.splits else number[at] * (1 if chunks == 1 else 2 / chunks)
-            flying[at] = np.clip(schedule.live(of.pp[at], m, chunks) - fewer, 1 / chunks, m)
-        return flying
+        of = self.any.of
+        if of.pp[0] == 1:
+            return np.ones(len(of.tp))
+        schedule, chunks = self.any.pipelines[of.pipeline[0]]
+        fewer = 0 if schedule.splits else number * (1 if chunks == 1 else 2 / chunks)
+        return np.asarray(np.clip(schedule.live(of.pp, of.microbatches, chunks) - fewer, 1 / chunks, of.microbatches))
 
 
-def closed_by_kind(
-    workload: Workload, of: Choices, shapes: list[BlockShape], pipelines: list[PipelineArrays]
-) -> list[Closed]:
-    """The closed forms of a model without experts, of each kind of layer."""
-    spec, parts = workload.spec, []
-    for layer in spec.counted():
-        block = BlockArrays.of_all(workload, shapes, of.shape, layer)
+def _sum(counts: tuple[int, ...], each: Array) -> Array:
+    """Of so many layers of each kind."""
+    return np.asarray(sum(count * of_kind for count, of_kind in zip(counts, each, strict=True)))
+
+
+@dataclass(frozen=True)
+class ClosedForms:
+    """The closed forms of a model without experts. What a block costs in each shape is worked out once, for all
+    elements; the formulas are for as many of them as are asked for."""
+
+    workload: Workload
+    of: Choices
+    shapes: list[BlockShape]
+    pipelines: list[PipelineArrays]
+
+    @cached_property
+    def links(self) -> LinkArrays:
+        return LinkArrays.of(self.workload, self.of)
+
+    @cached_property
+    def tables(self) -> dict[Layer, Array]:
+        """Of each kind of layer, what a block costs, by shape."""
+        kinds = dict.fromkeys(self.workload.spec.counted(), BlockArrays.in_shape)
+        return shape_tables(self.workload, self.shapes, self.of.shape, kinds)
+
+    def by_kind(self, rows: Array) -> list[Closed]:
+        """Of some elements, as if all layers were of one kind: one for each kind, in the order of `spec.counted()`."""
+        of, links = self.of.rows(rows), self.links.rows(rows)
+        return [self._of_kind(of, links, rows, layer) for layer in self.workload.spec.counted()]
+
+    def _of_kind(self, of: Choices, links: LinkArrays, rows: Array, layer: Layer) -> Closed:
+        spec, block = self.workload.spec, Columns(BlockArrays, self.tables[layer], of.shape)
         # Where layers are alike, what tp does not divide, which is little, counts as if it did.
         dense: Any = spec.block_parameter_count(layer) / of.tp
         params = ParamShare(dense, 0.0) if len(spec.counted()) == 1 else block_params(spec, of, layer)
-        parts.append(Closed(workload, of, block, params, pipelines))
-    return parts
+        return Closed(self.workload, of, block, params, self.pipelines, links)
 
+    def part(self, rows: Array) -> Closed | UnlikeClosed:
+        """Of elements that `by_pipeline` has put together, or some of these."""
+        parts = self.by_kind(rows)
+        return (
+            parts[0] if len(parts) == 1 else UnlikeClosed(dict(zip(self.workload.spec.counted(), parts, strict=True)))
+        )
 
-def combine_kinds(spec: ModelSpec, parts: Sequence[Closed]) -> Closed | UnlikeClosed:
-    """Combines the closed forms of a model's kinds of layer, given in the order of `spec.counted()`."""
-    return parts[0] if len(parts) == 1 else UnlikeClosed(dict(zip(spec.counted(), parts, strict=True)))
+    def memory(self) -> Array:
+        """Bytes of each element's fullest rank."""
+        memory = np.empty(len(self.of.tp))
+        for rows in by_pipeline(self.of):
+            memory[rows] = self.part(rows).memory()
+        return memory
+
+    def seconds(self, of_rows: Array) -> Array:
+        """Seconds of a step of these elements."""
+        seconds = np.empty(len(of_rows))
+        for rows in by_pipeline(self.of.rows(of_rows)):
+            seconds[rows] = self.part(of_rows[rows]).seconds()
+        return seconds
+
+    def after(self) -> Array:
+        """Seconds behind each element's last pass."""
+        after = np.empty(len(self.of.tp))
+        for rows in by_pipeline(self.of):
+            after[rows] = self.part(rows).after()
+        return after

@@ -4,17 +4,19 @@ What a block costs without its experts depends on a few choices (a `BlockShape`)
 `ExpertShape`): each is worked out once, by the functions that time a single layout, and the closed forms add them up.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
 
-from fivefold.cost.activations import ExpertActivationMemory, saved_activations
+from fivefold.cost.activations import ExpertActivationMemory
+from fivefold.cost.collective_time import Topology
 from fivefold.cost.moe import MoEBlock, Travel, block_share
-from fivefold.cost.peak_memory import cp_buffer_bytes, loss_peak
-from fivefold.cost.step import Workload, p2p_bytes
-from fivefold.layout.layout import Layout
+from fivefold.cost.peak_memory import cp_buffer_bytes
+from fivefold.cost.software import HIGH_PRECISION_BYTES
+from fivefold.cost.step import Workload
 from fivefold.planner.closed_forms import (
     DISPATCHES,
     RECOMPUTES,
@@ -23,13 +25,15 @@ from fivefold.planner.closed_forms import (
     BlockShape,
     Choices,
     Closed,
+    Columns,
     EpChoices,
     LinkArrays,
-    PipelineArrays,
+    ShapeCost,
     computing,
-    split_backward,
+    shape_tables,
+    unlike,
 )
-from fivefold.planner.closed_forms_by_rank import UnlikeClosed, block_params, combine_kinds
+from fivefold.planner.closed_forms_by_rank import ClosedForms, block_params
 from fivefold.spec.pattern import Layer
 
 
@@ -65,12 +69,14 @@ class DenseCost(NamedTuple):
     @classmethod
     def of(cls, workload: Workload, shape: BlockShape, layer: Layer) -> "DenseCost":
         """A block with experts."""
-        workload = shape.of(workload)
-        layout, cost = workload.layout, workload.block_cost.of(layer)
-        block = cost.without_experts
-        saved = _saved_bytes(workload, layout, layer)
-        no_recompute = _saved_bytes(workload, structs.replace(layout, recompute="none"), layer)
-        residual = cost.activation_bytes * cost.tokens * workload.spec.hidden / layout.sp_degree
+        return cls.in_shape(ShapeCost.of(workload, shape, layer))
+
+    @classmethod
+    def in_shape(cls, shape: ShapeCost) -> "DenseCost":
+        cost, block, layout = shape.cost, shape.cost.without_experts, shape.cost.layout
+        saved, all_saved = shape.activations.under(layout.recompute), shape.activations.without_recompute
+        without_experts = saved.total - saved.experts
+        residual = cost.activation_bytes * cost.tokens * cost.spec.hidden / layout.sp_degree
         expert_grads = cost.grad_accumulation_seconds(cost.rank_params.experts)
         return cls(
             forward=block.forward.total - block.forward.host,
@@ -79,35 +85,15 @@ class DenseCost(NamedTuple):
             computing_back=computing(block)[1],
             launching=cost.host_launch_seconds,
             inter_node_backward=cost.inter_node_backward_seconds,
-            unhidden=split_backward(workload).of(layer).without_experts.dgrad.total - block.dgrad.total,
+            unhidden=shape.with_split_backward.without_experts.dgrad.total - block.dgrad.total,
             ends=sum(part.total for part in (*cost.head_and_loss, *cost.embedding)),
-            saved=saved.without_experts,
-            recomputed=no_recompute.without_experts - saved.without_experts,
-            passing=2 * residual + cp_buffer_bytes(cost) - no_recompute.shared_expert,
-            logits=loss_peak(workload.spec, layout, workload.software, cost.tokens),
-            p2p_bytes=p2p_bytes(workload),
-            full=shape.recompute == "full",
+            saved=without_experts,
+            recomputed=all_saved.total - all_saved.experts - without_experts,
+            passing=2 * residual + cp_buffer_bytes(cost) - all_saved.mlp,
+            logits=shape.logits,
+            p2p_bytes=shape.p2p_bytes,
+            full=layout.recompute == "full",
         )
-
-
-class _Saved(NamedTuple):
-    """Bytes that a block saves of a microbatch."""
-
-    without_experts: float
-    shared_expert: float  # of these
-
-
-def _saved_bytes(workload: Workload, layout: Layout, layer: Layer) -> _Saved:
-    sizes = (
-        workload.spec,
-        layout,
-        workload.software,
-        workload.batch,
-        workload.seq,
-        workload.block_cost.activation_bytes,
-    )
-    saved = saved_activations(*sizes, layer=layer)
-    return _Saved(saved.total - saved.experts, saved.mlp)
 
 
 class MoECost(NamedTuple):
@@ -131,18 +117,19 @@ class MoECost(NamedTuple):
     worst: float  # bytes of backward on top of the former
 
     @classmethod
-    def of(cls, workload: Workload, spread: ExpertShape, layout: Layout, layer: Layer) -> "MoECost":
-        """`layout` is any that spreads experts so."""
-        cost = replace(workload, layout=layout, batch=layout.dp).block_cost
+    def of(cls, workload: Workload, spread: ExpertShape, topology: Topology, layer: Layer) -> "MoECost":
+        """`topology` is that of any layout that spreads experts so."""
+        layout = structs.replace(topology.layout, sp=spread.sp, dispatch=DISPATCHES[spread.dispatch])
+        device, activation_bytes = topology.device, HIGH_PRECISION_BYTES.get(workload.precision, 2)
         moe = MoEBlock(
             spec=workload.spec,
             layer=layer,
             layout=layout,
-            device=cost.device,
-            topology=cost.topology,
+            device=device,
+            topology=topology,
             software=workload.software,
             tokens=spread.tokens,
-            activation_bytes=cost.activation_bytes,
+            activation_bytes=activation_bytes,
             precision=workload.precision,
             imbalance=workload.imbalance,
         )
@@ -152,7 +139,7 @@ class MoECost(NamedTuple):
             layout=layout,
             software=workload.software,
             tokens=spread.tokens,
-            activation_bytes=cost.activation_bytes,
+            activation_bytes=activation_bytes,
             imbalance=workload.imbalance,
         )
         travel = Travel(moe)  # with backward passes in one piece, which hide most
@@ -160,7 +147,8 @@ class MoECost(NamedTuple):
         less, less_back = travel.hidden
         kernels = moe.gemm_seconds[0] + moe.memory_seconds[0]
         kernels_back = moe.gemm_seconds[1] + moe.gemm_seconds[2] + moe.memory_seconds[1]
-        added = cost.grad_accumulation_seconds(block_share(workload.spec, 1, spread.ep, layer).experts)
+        held = block_share(workload.spec, 1, spread.ep, layer).experts
+        added = device.stream(held * workload.software.accumulate_bytes, 0)
         return cls(
             forward=kernels + moe.ep_seconds[0] - less + moe.tp_seconds[0],
             backward=kernels_back + moe.ep_seconds[1] - less_back + moe.tp_seconds[1] + added,
@@ -185,13 +173,6 @@ class MoECost(NamedTuple):
 class ExpertClosed(Closed):
     """The closed forms of a model with experts, in layers of one kind."""
 
-    dealt: EpChoices
-    placed: LinkArrays
-
-    @property
-    def links(self) -> LinkArrays:
-        return self.placed
-
     @property
     def unit(self) -> int:
         """The head, next to narrow layers, is worth many, and stages of a rank share them."""
@@ -208,82 +189,149 @@ class ExpertClosed(Closed):
         return np.where(joins, np.maximum(0.0, 1 - self.of.pp / self.of.microbatches), 0.0)
 
 
-def closed_of(
-    workload: Workload, of: Choices, dealt: EpChoices, shapes: list[BlockShape], pipelines: list[PipelineArrays]
-) -> Closed | UnlikeClosed:
-    links, parts = LinkArrays.of(workload, of, dealt.ep), list[Closed]()
-    for layer in workload.spec.counted():
-        block = (
-            _with_experts(workload, of, dealt, links, shapes, layer)
-            if layer.routed
-            else BlockArrays.of_all(workload, shapes, of.shape, layer)
-        )
-        params = block_params(workload.spec, of, layer, dealt.ep)
-        parts.append(ExpertClosed(workload, of, block, params, pipelines, dealt, links))
-    return combine_kinds(workload.spec, parts)
+@dataclass(frozen=True)
+class ExpertClosedForms(ClosedForms):
+    """The closed forms of a model with experts."""
+
+    dealt: EpChoices
+
+    @cached_property
+    def links(self) -> LinkArrays:
+        return LinkArrays.of(self.workload, self.of, self.dealt.ep)
+
+    @cached_property
+    def tables(self) -> dict[Layer, Array]:
+        """As for a model without experts, and of layers with experts what these cost is left out (`DenseCost`)."""
+        kinds = {
+            layer: DenseCost.in_shape if layer.routed else BlockArrays.in_shape
+            for layer in self.workload.spec.counted()
+        }
+        return shape_tables(self.workload, self.shapes, self.of.shape, kinds)
+
+    @cached_property
+    def spent(self) -> tuple[dict[Layer, Array], Array]:
+        """What the experts of each kind of layer cost, a column for each combination of what decides it; and which of
+        them an element has."""
+        shapes, links, dealt = self.shapes, self.links, self.dealt
+        near = np.array([topology.reaches["ep"].together for topology in links.topologies])[links.at]
+        sizes = list(dict.fromkeys(_sizes(self.workload, shape) for shape in shapes))
+        size = np.array([sizes.index(_sizes(self.workload, shape)) for shape in shapes])[self.of.shape]
+        first, at = unlike(size, dealt.ep, dealt.dispatch, near)
+        spreads = []
+        for one in first.tolist():
+            spread = ExpertShape(*sizes[size[one]], *(int(column[one]) for column in (dealt.ep, dealt.dispatch, near)))
+            spreads.append((spread, links.topologies[links.at[one]]))
+        routed = [layer for layer in self.workload.spec.counted() if layer.routed]
+        rows = {layer: [MoECost.of(self.workload, *spread, layer) for spread in spreads] for layer in routed}
+        return {layer: np.array(costs).T.copy() for layer, costs in rows.items()}, at
+
+    @cached_property
+    def recompute(self) -> Array:
+        """By shape, an index into RECOMPUTES."""
+        return np.array([RECOMPUTES.index(shape.recompute) for shape in self.shapes])
+
+    def _of_kind(self, of: Choices, links: LinkArrays, rows: Array, layer: Layer) -> Closed:
+        params = block_params(self.workload.spec, of, layer, self.dealt.ep[rows])
+        block: Any = Columns(BlockArrays, self.tables[layer], of.shape)
+        if layer.routed:
+            costs, at = self.spent
+            block = ExpertBlock(
+                Columns(DenseCost, self.tables[layer], of.shape),
+                Columns(MoECost, costs[layer], at[rows]),
+                self.recompute[of.shape],
+                self.workload.software.computes_itself,
+            )
+        return ExpertClosed(self.workload, of, block, params, self.pipelines, links)
 
 
-def _with_experts(
-    workload: Workload, of: Choices, dealt: EpChoices, links: LinkArrays, shapes: list[BlockShape], layer: Layer
-) -> BlockArrays:
-    """A block with experts."""
-    dense = DenseCost(*np.array([DenseCost.of(workload, shape, layer) for shape in shapes])[of.shape].T)
-    spent = _moe_costs(workload, of, dealt, links, shapes, layer)
-    recompute = np.array([RECOMPUTES.index(shape.recompute) for shape in shapes])[of.shape]
-    again = np.choose(recompute, [0.0, spent.moved, spent.forward])
-    forward, backward = dense.forward + spent.forward, dense.backward + spent.backward + again
-    on_cpus = workload.software.computes_itself  # launching hides behind nothing, as on one layout (`BlockCost`)
-    wait = np.maximum(0.0, dense.launching - (0.0 if on_cpus else forward + backward))
-    held = np.choose(recompute, [spent.everything, spent.outputs, 0.0])
-    twice = recompute == RECOMPUTES.index("full")
-    forward_fraction = 1 / np.where(twice, 3, 2)  # of the host's work
-    computed: dict[str, Any] = {
-        "forward": forward + forward_fraction * wait,
-        "backward": backward + (1 - forward_fraction) * wait,
-        "computing": dense.computing + spent.kernels,
-        "computing_back": dense.computing_back + spent.kernels_back + again,
-        "waiting": 0.0 * wait if on_cpus else wait,
-        "paired": _hidden_by_pair(spent, forward, backward, twice),
-        "saved": dense.saved + held,
-        "transient": dense.recomputed + spent.everything - held + spent.worst + dense.passing,
-    }
-    same = ("inter_node_backward", "unhidden", "ends", "logits", "p2p_bytes", "full")
-    return BlockArrays(**computed, **{name: getattr(dense, name) for name in same})
+@dataclass(frozen=True)
+class ExpertBlock:
+    """A block with experts: the arrays of `BlockArrays`, each worked out when asked for."""
 
+    dense: Any  # arrays of `DenseCost`
+    spent: Any  # and of `MoECost`
+    recompute: Array  # indices into RECOMPUTES
+    on_cpus: bool  # launching hides behind nothing there, as on one layout (`BlockCost`)
 
-def _hidden_by_pair(spent: MoECost, forward: Any, backward: Any, twice: Array) -> Array:
-    """Seconds that a joined pair hides of a block's messages, nearly at most: each behind the turn of the other half
-    that comes after it, in the middle of a stage; at its ends there is less to hide behind.
+    def __getattr__(self, name: str) -> Any:
+        """What the experts do not change."""
+        if name not in ("inter_node_backward", "unhidden", "ends", "logits", "p2p_bytes", "full"):
+            raise AttributeError(name)
+        return getattr(self.dense, name)
 
-    `twice`: backward runs forward again, first, and has messages that no turn of a forward pass is left for. No pair is
-    shorter than all of its messages, which share a link.
-    """
-    rest = forward - spent.dispatch - spent.combine - spent.computing
-    rest_back = backward - spent.dispatch_back - spent.combine_back - spent.computing_back
-    rest_back = rest_back - twice * (spent.dispatch + spent.combine)
-    ahead = np.minimum(spent.dispatch, rest_back) + np.minimum(spent.combine, spent.computing_back)
-    back = np.minimum(spent.combine_back, spent.computing) + np.minimum(spent.dispatch_back, rest)
-    link = (1 + twice) * spent.link + spent.link_back
-    return np.asarray(np.maximum(0.0, np.minimum(ahead + back, forward + backward - link)))
+    @cached_property
+    def _twice(self) -> Array:
+        """Whether backward runs forward again."""
+        return self.recompute == RECOMPUTES.index("full")
 
+    @cached_property
+    def _again(self) -> Array:
+        return np.choose(self.recompute, [0.0, self.spent.moved, self.spent.forward])
 
-def _moe_costs(
-    workload: Workload, of: Choices, dealt: EpChoices, links: LinkArrays, shapes: list[BlockShape], layer: Layer
-) -> MoECost:
-    """Arrays, of what is the same in many combinations worked out once."""
-    near = np.array([topology.reaches["ep"].together for topology in links.topologies])[links.at]
-    sizes = list(dict.fromkeys(_sizes(workload, shape) for shape in shapes))
-    size = np.array([sizes.index(_sizes(workload, shape)) for shape in shapes])[of.shape]
-    key = ((size * 65536 + dealt.ep) * len(DISPATCHES) + dealt.dispatch) * 4096 + near
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    rows = []
-    for at in first.tolist():
-        tokens, tp, sp = sizes[size[at]]
-        placed = links.topologies[links.at[at]].layout
-        layout = structs.replace(placed, sp=sp, dispatch=DISPATCHES[dealt.dispatch[at]])
-        spread = ExpertShape(tokens, tp, sp, layout.ep, int(dealt.dispatch[at]), int(near[at]))
-        rows.append(MoECost.of(workload, spread, layout, layer))
-    return MoECost(*np.array(rows)[inverse.ravel()].T)
+    @cached_property
+    def _passes(self) -> tuple[Array, Array]:
+        """Seconds of forward and backward, if no kernel waits for the host."""
+        dense, spent = self.dense, self.spent
+        return dense.forward + spent.forward, dense.backward + spent.backward + self._again
+
+    @cached_property
+    def _wait(self) -> Array:
+        return np.maximum(0.0, self.dense.launching - (0.0 if self.on_cpus else sum(self._passes)))
+
+    @cached_property
+    def _forward_fraction(self) -> Array:
+        """Of the host's work."""
+        return np.asarray(1 / np.where(self._twice, 3, 2))
+
+    @cached_property
+    def forward(self) -> Array:
+        return self._passes[0] + self._forward_fraction * self._wait
+
+    @cached_property
+    def backward(self) -> Array:
+        return self._passes[1] + (1 - self._forward_fraction) * self._wait
+
+    @property
+    def computing(self) -> Array:
+        return np.asarray(self.dense.computing + self.spent.kernels)
+
+    @property
+    def computing_back(self) -> Array:
+        return np.asarray(self.dense.computing_back + self.spent.kernels_back + self._again)
+
+    @property
+    def waiting(self) -> Array:
+        return 0.0 * self._wait if self.on_cpus else self._wait
+
+    @cached_property
+    def _held(self) -> Array:
+        return np.choose(self.recompute, [self.spent.everything, self.spent.outputs, 0.0])
+
+    @cached_property
+    def saved(self) -> Array:
+        return np.asarray(self.dense.saved + self._held)
+
+    @property
+    def transient(self) -> Array:
+        dense, spent = self.dense, self.spent
+        return np.asarray(dense.recomputed + spent.everything - self._held + spent.worst + dense.passing)
+
+    @property
+    def paired(self) -> Array:
+        """Seconds that a joined pair hides of a block's messages, nearly at most: each behind the turn of the other
+        half that comes after it, in the middle of a stage; at its ends there is less to hide behind.
+
+        Where backward runs forward again, it does so first, and has messages that no turn of a forward pass is left
+        for. No pair is shorter than all of its messages, which share a link.
+        """
+        spent, twice, (forward, backward) = self.spent, self._twice, self._passes
+        rest = forward - spent.dispatch - spent.combine - spent.computing
+        rest_back = backward - spent.dispatch_back - spent.combine_back - spent.computing_back
+        rest_back = rest_back - twice * (spent.dispatch + spent.combine)
+        ahead = np.minimum(spent.dispatch, rest_back) + np.minimum(spent.combine, spent.computing_back)
+        back = np.minimum(spent.combine_back, spent.computing) + np.minimum(spent.dispatch_back, rest)
+        link = (1 + twice) * spent.link + spent.link_back
+        return np.asarray(np.maximum(0.0, np.minimum(ahead + back, forward + backward - link)))
 
 
 def _sizes(workload: Workload, shape: BlockShape) -> tuple[int, int, bool]:

@@ -17,7 +17,7 @@ from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.closed_forms import MEMORY_SLACK, Array, BlockShape, Choices, Closed
-from fivefold.planner.closed_forms_by_rank import closed_by_kind, combine_kinds
+from fivefold.planner.closed_forms_by_rank import ClosedForms
 from fivefold.planner.mixed import groups_of, orders
 from fivefold.planner.space import SearchQuery, Space, legal, shapes_of
 from fivefold.spec.pattern import Layer
@@ -42,16 +42,20 @@ class MixedClosed:
     of: Choices
 
     @cached_property
-    def groups(self) -> list[list[Closed]]:
-        """The closed forms on each group's devices, as if all ranks had them; of each kind of layer, in the order of
-        `counts`."""
+    def forms(self) -> list[ClosedForms]:
+        """The closed forms on each group's devices, as if all ranks had them."""
         workload, forms = self.query.workload, []
         across = min((group.accelerator.across for group in workload.cluster.groups), key=lambda link: link.bandwidth)
         for group in workload.cluster.groups:
             card = structs.replace(group.accelerator, across=across)
             alone = replace(workload, cluster=Cluster((structs.replace(group, accelerator=card),)))
-            forms.append(closed_by_kind(alone, self.of, self.shapes, self.query.pipelines))
+            forms.append(ClosedForms(alone, self.of, self.shapes, self.query.pipelines))
         return forms
+
+    @cached_property
+    def groups(self) -> list[list[Closed]]:
+        """The same of each kind of layer, in the order of `counts`."""
+        return [forms.by_kind(np.arange(len(self.of.tp))) for forms in self.forms]
 
     @property
     def first(self) -> Closed:
@@ -77,8 +81,7 @@ class MixedClosed:
     @cached_property
     def end(self) -> Array:
         """Seconds of the optimizer, gradients and weights behind the last pass: the slowest group's."""
-        after = [combine_kinds(self.query.workload.spec, kinds).after() for kinds in self.groups]
-        return np.max(after, axis=0) + self.query.workload.software.host_step
+        return np.max([forms.after() for forms in self.forms], axis=0) + self.query.workload.software.host_step
 
     @cached_property
     def bytes_of_a_parameter(self) -> Array:
@@ -267,7 +270,7 @@ def mixed_space(query: SearchQuery) -> MixedSpace:
                 rows, _ranks(query.workload.cluster, cluster, pp)
             )
     tiled = Choices(*(np.tile(column, len(clusters)) for column in of))
-    space = Space(tiled, shapes, query.pipelines, seconds.ravel(), memory.ravel())
+    space = Space(tiled, shapes, query.pipelines, memory.ravel(), seconds.ravel().take)
     return MixedSpace(space, clusters, np.repeat(np.arange(len(clusters)), count))
 
 

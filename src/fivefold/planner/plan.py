@@ -6,8 +6,10 @@ simulate("llama3-8b", "pp=8,schedule=zb-v,microbatches=16,recompute=selective", 
 They take names or objects, raise UserError for input that cannot be planned, and print nothing.
 """
 
+import gc
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -37,6 +39,19 @@ USUAL_CLUSTER = "8xH100"  # where neither the question nor the job names one
 DEFAULT_SEQ = 8192  # tokens of a sequence, where none is given and the model's context is longer
 
 
+@contextmanager
+def _without_cycle_collection() -> Iterator[None]:
+    """A plan makes a million tuples and hardly a cycle: the collector would go over all of them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_without_cycle_collection()
 def plan(
     model: str | Path | ModelSpec | Job,
     cluster: str | Path | Cluster | None = None,

@@ -17,7 +17,7 @@ from fivefold.cost.step import Workload, estimate, simulated_microbatches
 from fivefold.hardware.accelerators import usual_node
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.closed_forms import MEMORY_SLACK
+from fivefold.planner.closed_forms import MEMORY_SLACK, Array
 from fivefold.planner.mixed import merge_groups, span_problems
 from fivefold.planner.mixed_search import mixed_options
 from fivefold.planner.mixed_space import mixed_space
@@ -139,11 +139,15 @@ def _check_fixed(workload: Workload, fixed: dict[str, Any]) -> None:
 def _options(workload: Workload, candidates: Space, by: By, fixed: dict[str, Any]) -> list[Option]:
     """The layouts that fit, timed: the fastest by the closed form, or those that need the least memory; few of a kind.
     Where none of the first fits, closed forms must leave more room, until only those with the least memory are left."""
-    order = np.argsort(candidates.memory if by == "memory" else candidates.seconds, kind="stable")
     limit, node = workload.first_device.accelerator.memory * USABLE_FRACTION, workload.cluster.groups[0].gpus
+    seconds, roomy = np.full(len(candidates), np.inf), candidates.memory <= limit * max(MEMORY_SHARES)
+    may_fit, least = np.flatnonzero(roomy), _least_memory(candidates)  # the latter for where none of the others fits
+    matter = np.array([*may_fit, *(at for at in least if not roomy[at])], dtype=np.int64)
+    seconds[matter] = candidates.seconds_of(matter)
+    order = may_fit[np.argsort((candidates.memory if by == "memory" else seconds)[may_fit], kind="stable")]
     copies = fixed.get("replicate", 1)
     order = order[candidates.of.dp[order] % copies == 0]
-    timed = _TimedLayouts(workload, candidates, limit, copies)
+    timed = _TimedLayouts(workload, candidates, seconds, limit, copies)
 
     def kind(at: int) -> tuple[Any, ...]:
         of, dealt = candidates.of, candidates.dealt
@@ -163,13 +167,15 @@ def _options(workload: Workload, candidates: Space, by: By, fixed: dict[str, Any
         few_of_a_kind(front, kind, PER_KIND, SURVIVORS, timed.take)
         if timed.options:
             return [*timed.options, *(timed.with_replicas() if by == "throughput" and "replicate" not in fixed else ())]
-    for at in _least_memory(candidates):
+    for at in least:
         timed.take(at)
     return timed.options
 
 
 def _least_memory(candidates: Space) -> list[int]:
-    return [int(at) for at in np.argsort(candidates.memory, kind="stable")[:SURVIVORS]]
+    memory, most = candidates.memory, min(SURVIVORS, len(candidates)) - 1
+    least = np.flatnonzero(memory <= np.partition(memory, most)[most])  # of two million, these alone are sorted
+    return [int(at) for at in least[np.argsort(memory[least], kind="stable")[:SURVIVORS]]]
 
 
 @dataclass
@@ -178,6 +184,7 @@ class _TimedLayouts:
 
     workload: Workload
     candidates: Space
+    seconds: Array  # of candidates, by the closed form
     limit: float
     copies: int  # of the shards of ZeRO 3, which closed forms do not know
     options: list[Option] = field(default_factory=list)
@@ -190,9 +197,7 @@ class _TimedLayouts:
         count, layout = len(self.options), self.candidates.layout(at)
         if at in self.seen or self.checked > MAX_CHECKED:
             return True
-        if count >= ENOUGH_FITTING and self.candidates.seconds[at] > TOO_SLOW * min(
-            option.seconds for option in self.options
-        ):
+        if count >= ENOUGH_FITTING and self.seconds[at] > TOO_SLOW * min(option.seconds for option in self.options):
             return True
         size = (
             layout.stages * simulated_microbatches(layout) * (ORDERS_TRIED if layout.record.uses_stage_times else 1)

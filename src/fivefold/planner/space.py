@@ -27,8 +27,8 @@ from fivefold.planner.closed_forms import (
     EpChoices,
     PipelineArrays,
 )
-from fivefold.planner.closed_forms_by_rank import closed_by_kind, combine_kinds
-from fivefold.planner.closed_forms_moe import closed_of
+from fivefold.planner.closed_forms_by_rank import ClosedForms
+from fivefold.planner.closed_forms_moe import ExpertClosedForms
 from fivefold.schedules.classic import ONE_F_ONE_B
 from fivefold.schedules.registry import RECORDS, is_file, record_of
 from fivefold.support.plugins import is_plugin
@@ -69,9 +69,14 @@ class Space:
     of: Choices
     shapes: list[BlockShape]
     pipelines: list[PipelineArrays]
-    seconds: Array
     memory: Array
+    seconds_of: Callable[[Array], Array]  # some elements, by their indices
     dealt: EpChoices | None = None  # of experts
+
+    @cached_property
+    def seconds(self) -> Array:
+        """Of all; most do not fit, and a search asks for those that may (`seconds_of`)."""
+        return self.seconds_of(np.arange(len(self)))
 
     def __len__(self) -> int:
         return len(self.of.tp)
@@ -98,22 +103,15 @@ def _without_schedule(pipeline: PipelineArrays, alone: bool) -> PipelineArrays:
 def space(query: SearchQuery) -> Space:
     """Every legal combination (layout/rules.py) that is worth a try."""
     shapes = list(shapes_of(query))
-    combinations = _combinations(query, shapes)
+    combinations, dealt = _combinations(query, shapes), None
+    forms: ClosedForms
     if query.workload.spec.experts is not None:
-        return _with_experts(query, combinations, shapes)
-    of = legal(query, shapes, combinations)
-    if not len(of.tp):
-        return Space(of, shapes, query.pipelines, np.zeros(0), np.zeros(0))
-    closed = combine_kinds(query.workload.spec, closed_by_kind(query.workload, of, shapes, query.pipelines))
-    return Space(of, shapes, query.pipelines, closed.seconds(), closed.memory())
-
-
-def _with_experts(query: SearchQuery, of: Choices, shapes: list[BlockShape]) -> Space:
-    of, dealt = dealt_out(query, shapes, of)
-    if not len(of.tp):
-        return Space(of, shapes, query.pipelines, np.zeros(0), np.zeros(0))
-    closed = closed_of(query.workload, of, dealt, shapes, query.pipelines)
-    return Space(of, shapes, query.pipelines, closed.seconds(), closed.memory(), dealt)
+        of, dealt = dealt_out(query, shapes, combinations)
+        forms = ExpertClosedForms(query.workload, of, shapes, query.pipelines, dealt)
+    else:
+        of = legal(query, shapes, combinations)
+        forms = ClosedForms(query.workload, of, shapes, query.pipelines)
+    return Space(of, shapes, query.pipelines, forms.memory(), forms.seconds, dealt)
 
 
 def few_of_a_kind(

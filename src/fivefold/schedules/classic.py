@@ -178,6 +178,7 @@ INTERLEAVED = ScheduleInfo(
     lambda r: interleaved(r.p, r.m, r.v, r.group),
     chunks=2,
     any_chunks=True,
+    group=lambda p, m: next(iter(legal_groups(p, m)), p),
     least=1,
     also="p <= N <= m, and m % N is 0 or >= p",
     options=("group",),

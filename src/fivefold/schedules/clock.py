@@ -16,12 +16,12 @@ from functools import cache
 from typing import NamedTuple
 
 from fivefold.schedules.actions import (
+    COLLECTIVES,
     COMPUTE_KINDS,
     FORWARD,
     GATHER,
     RECEIVE_KINDS,
     REDUCE,
-    SEND_KINDS,
     STEP,
     Action,
     Channel,
@@ -98,8 +98,7 @@ def run(schedule: Schedule, costs: Costs) -> ClockRun:
     ranks = [_Rank(number, world) for number in range(schedule.p)]
     while world.ready:
         ranks[world.ready.pop()].walk()
-    blocks = [rank.block._replace(place=rank.place) for rank in ranks if rank.block and rank.place < len(rank.order)]
-    return ClockRun([rank.lane for rank in ranks], blocks)
+    return ClockRun([rank.lane for rank in ranks], [rank.block for rank in ranks if rank.block is not None])
 
 
 class _Queue:
@@ -117,16 +116,30 @@ class _Queue:
         self.waiting: list[int] = []  # ranks that become ready at the next arrival
         self.ready = ready  # the list that `_World` pops, shared by all queues
 
-    def match(self) -> None:
-        """Start the next transfer once both sides are there."""
-        number = len(self.arrived)
-        if number < len(self.sent) and number < len(self.posted):
-            start = max(self.sent[number], self.posted[number], self.free)
-            self.free = start + self.occupancy
-            self.arrived.append(self.free + self.latency)
-            if self.waiting:
-                self.ready += self.waiting
-                self.waiting.clear()
+    def post(self, now: float) -> None:
+        """Post the next receive."""
+        self.posted.append(now)
+        if len(self.arrived) < len(self.sent):
+            self.transfer(self.sent[len(self.arrived)], self.posted[len(self.arrived)])
+
+    def send(self, now: float) -> None:
+        """Send the next message."""
+        self.sent.append(now)
+        if len(self.arrived) < len(self.posted):
+            self.transfer(self.sent[len(self.arrived)], self.posted[len(self.arrived)])
+
+    def transfer(self, sent: float, posted: float) -> None:
+        """The next transfer, whose two sides are there."""
+        start = self.free
+        if sent > start:
+            start = sent
+        if posted > start:
+            start = posted
+        self.free = start + self.occupancy
+        self.arrived.append(self.free + self.latency)
+        if self.waiting:
+            self.ready += self.waiting
+            self.waiting.clear()
 
 
 class _World:
@@ -156,111 +169,101 @@ class _Rank:
         self.place = 0
         self.now = 0.0  # when the rank is free again
         self.lane = Lane()
-        self.block: Blocked | None = None  # where it last had to wait
+        self.block: Blocked | None = None  # where it has to wait
         self.first_half: tuple[Action, float] | None = None  # the F of a joined pair, and when its input is there
         self.sending = False  # a blocking send is under way
         self.stream_free = 0.0  # when the stream of collectives has nothing left to run
-        self.queues, self.buffers = world.queues, world.schedule.buffers
-        link = world.costs.link
-        self.overlap = link.overlap
-        self.handlers = {
-            **dict.fromkeys(COMPUTE_KINDS, self.compute),
-            **dict.fromkeys(RECEIVE_KINDS, self.receive),
-            **dict.fromkeys(SEND_KINDS, self.send if link.sends == "eager" else self.blocking_send),
-            **dict.fromkeys((GATHER, REDUCE), self.collective),
-            STEP: self.step,
-        }
 
     def walk(self) -> None:
-        """Go on as far as possible. A handler returns whether the rank may pass its action."""
-        order, place, handlers = self.order, self.place, self.handlers
-        while place < len(order) and handlers[order[place][0]](order[place]):
-            place += 1
-        self.place = place
-
-    def compute(self, action: Action) -> bool:
-        kind, stage, microbatch, joined = action
-        start = self.now
-        queue = self.queues[kind][stage]
-        if queue is not None:
-            number = queue.numbers.get(microbatch, len(queue.numbers))
-            if not self.overlap and number == len(queue.posted):
-                queue.posted.append(start)
-                queue.match()
-            if number >= len(queue.arrived):
-                return self.wait(action, queue, number, queue.sender)
-            start = max(start, queue.arrived[number])
-        if kind is FORWARD:
-            start = max(start, self.world.collective_end[GATHER][stage])
-        if joined:
-            self.first_half = action, start
-        elif self.first_half is not None:
-            first, first_start = self.first_half
-            start = max(start, first_start)
-            self.now = start + self.world.joined(first.stage, stage)
-            self.lane.add(first, start, self.now)
-            self.lane.add(action, start, self.now)
-            self.first_half = None
+        """Go on as far as possible. One loop for all kinds, on local names: planning spends much of its time here."""
+        queues, durations, buffers = self.world.queues, self.world.durations, self.world.schedule.buffers
+        gathered, link = self.world.collective_end[GATHER], self.world.costs.link
+        eager, overlap = link.sends == "eager", link.overlap
+        now, self.block = self.now, None
+        for place in range(self.place, len(self.order)):
+            action = self.order[place]
+            kind, stage, microbatch, joined = action
+            queue = queues[kind][stage]
+            if kind in COMPUTE_KINDS:
+                start = now
+                if queue is not None:
+                    number = queue.numbers.get(microbatch)
+                    if number is None:
+                        number = len(queue.numbers)
+                    if not overlap and number == len(queue.posted):
+                        queue.post(now)
+                    if number >= len(queue.arrived):
+                        self.wait(place, queue, number, queue.sender)
+                        break
+                    if queue.arrived[number] > start:
+                        start = queue.arrived[number]
+                if kind is FORWARD and gathered[stage] > start:
+                    start = gathered[stage]
+                if joined:
+                    self.first_half = action, start
+                elif self.first_half is not None:
+                    now = self.pair(action, start)
+                else:
+                    now = start + durations[kind][stage]
+                    self.lane.add(action, start, now)
+            elif kind in COLLECTIVES:
+                now = self.collective(action, now)
+            elif queue is None:
+                raise ValueError(f"{action} on rank {self.number} has no other rank to talk to; `check` says more")
+            elif kind in RECEIVE_KINDS:
+                queue.numbers[microbatch] = len(queue.numbers)
+                if overlap:
+                    queue.post(now)
+            elif eager:
+                oldest = len(queue.sent) - buffers
+                if oldest >= 0:
+                    if oldest >= len(queue.arrived):
+                        self.wait(place, queue, oldest, queue.receiver)
+                        break
+                    if queue.arrived[oldest] > now:
+                        now = queue.arrived[oldest]
+                queue.send(now)
+            else:
+                if not self.sending:
+                    self.sending = True
+                    queue.send(now)
+                number = len(queue.sent) - 1
+                if number >= len(queue.arrived):
+                    self.wait(place, queue, number, queue.receiver)
+                    break
+                self.sending = False
+                now = queue.arrived[number]
         else:
-            self.now = start + self.world.durations[kind][stage]
-            self.lane.add(action, start, self.now)
-        return True
+            self.place = len(self.order)
+        self.now = now
 
-    def receive(self, action: Action) -> bool:
-        queue = self.queue(action)
-        queue.numbers[action.microbatch] = len(queue.numbers)
-        if self.overlap:
-            queue.posted.append(self.now)
-            queue.match()
-        return True
-
-    def send(self, action: Action) -> bool:
-        queue = self.queue(action)
-        oldest = len(queue.sent) - self.buffers
-        if oldest >= 0:
-            if oldest >= len(queue.arrived):
-                return self.wait(action, queue, oldest, queue.receiver)
-            self.now = max(self.now, queue.arrived[oldest])
-        queue.sent.append(self.now)
-        queue.match()
-        return True
-
-    def blocking_send(self, action: Action) -> bool:
-        queue = self.queue(action)
-        if not self.sending:
-            self.sending = True
-            queue.sent.append(self.now)
-            queue.match()
-        number = len(queue.sent) - 1
-        if number >= len(queue.arrived):
-            return self.wait(action, queue, number, queue.receiver)
-        self.sending = False
-        self.now = queue.arrived[number]
-        return True
-
-    def wait(self, action: Action, queue: _Queue, number: int, peer: int) -> bool:
-        """Wait at an action for message `number` of the queue; returns False, as the handler then does."""
-        self.block = Blocked(self.number, action, queue.channel, number, peer, self.place)
+    def wait(self, place: int, queue: _Queue, number: int, peer: int) -> None:
+        """Wait at a place of the list for message `number` of the queue."""
+        self.place = place
+        self.block = Blocked(self.number, self.order[place], queue.channel, number, peer, place)
         queue.waiting.append(self.number)
-        return False
 
-    def queue(self, action: Action) -> _Queue:
-        """The queue of a SEND or a RECV."""
-        queue = self.queues[action[0]][action[1]]
-        if queue is None:
-            raise ValueError(f"{action} on rank {self.number} has no other rank to talk to; `check` says more")
-        return queue
+    def pair(self, action: Action, start: float) -> float:
+        """Run a joined pair, of which this is the B; returns its end."""
+        assert self.first_half is not None
+        first, first_start = self.first_half
+        start = max(start, first_start)
+        end = start + self.world.joined(first.stage, action.stage)
+        self.lane.add(first, start, end)
+        self.lane.add(action, start, end)
+        self.first_half = None
+        return end
 
-    def collective(self, action: Action) -> bool:
-        """Collectives of a rank run one after the other, beside its compute."""
-        costs = self.world.costs
-        duration = costs.gather if action.kind is GATHER else costs.reduce
-        self.stream_free = max(self.stream_free, self.now) + duration
-        self.world.collective_end[action.kind][action.stage] = self.stream_free
-        return True
-
-    def step(self, action: Action) -> bool:
-        start = max(self.now, self.world.collective_end[REDUCE][action.stage])
-        self.now = start + self.world.costs.step
-        self.lane.add(action, start, self.now)
-        return True
+    def collective(self, action: Action, now: float) -> float:
+        """Collectives of a rank run one after the other, beside its compute; STEP waits for the stage's REDUCE. Returns
+        when the rank is free."""
+        world, stage = self.world, action.stage
+        if action.kind is STEP:
+            start = max(now, world.collective_end[REDUCE][stage])
+            self.lane.add(action, start, start + world.costs.step)
+            return start + world.costs.step
+        self.stream_free = max(self.stream_free, now) + (
+            world.costs.gather if action.kind is GATHER else world.costs.reduce
+        )
+        world.collective_end[action.kind][stage] = self.stream_free
+        return now

@@ -47,6 +47,7 @@ class ScheduleInfo:
     chunks: int = 1  # stages per rank: exactly so many, or with `any_chunks` the default
     any_chunks: bool = False
     splits: bool = False  # computes weight gradients (W) apart from input gradients (I)
+    group: Callable[[int, int], int] | None = None  # called with p and m: microbatches that go round in one go; else p
     least: int = 0  # the fewest microbatches that it needs, in multiples of p
     also: str = ""  # what else it needs, in words
     options: tuple[str, ...] = ()  # of `group` and `memory`, those that it takes
@@ -72,6 +73,10 @@ class ScheduleInfo:
     def repeats(self) -> bool:
         """Whether more microbatches only repeat the steady state, so that a short step predicts a long one."""
         return not self.uses_stage_times and self.schedule is None
+
+    def period(self, p: int, m: int) -> int:
+        """After how many microbatches the steady state begins again, at most."""
+        return p if self.group is None else self.group(p, m)
 
     @cached_property
     def bent(self) -> bool:

@@ -148,7 +148,11 @@ class Schedule:
 
     def compute(self, rank: int) -> tuple[Action, ...]:
         """The rank's F, B, I and W in order."""
-        return tuple(action for action in self.ranks[rank] if action.kind in COMPUTE_KINDS)
+        return self._compute[rank]
+
+    @cached_property
+    def _compute(self) -> tuple[tuple[Action, ...], ...]:
+        return tuple(tuple([action for action in order if action[0] in COMPUTE_KINDS]) for order in self.ranks)
 
     @cached_property
     def splits(self) -> bool:

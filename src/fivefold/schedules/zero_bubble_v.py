@@ -34,7 +34,8 @@ class OrderWriter:
         kind, chunk = Kind(word[0]), int(word[1])
         kinds = (INPUT_GRAD, WEIGHT_GRAD) if kind is BACKWARD else (kind,)  # a backward counts as both halves
         self.written.append(Action(kind, self.stages[chunk], self.done[kinds[0], chunk], joined))
-        self.done.update((half, chunk) for half in kinds)
+        for half in kinds:
+            self.done[half, chunk] += 1
 
     def forwards(self, chunk: int) -> int:
         """How many forwards of a chunk have been written."""

@@ -22,7 +22,7 @@ _ROUND_TRIPS = 20  # between rank 0 and each other machine
 def clock_offset(
     mesh: Mesh, clock: Callable[[], float] = time.perf_counter, host: str | None = None
 ) -> tuple[float, float]:
-    """(the offset to add to this rank's clock, its error at most), in seconds. Collective."""
+    """(the offset to add to this rank's clock, the most that it may be off by), in seconds. Collective."""
     world = mesh.world
     if world.size == 1:
         return 0.0, 0.0
@@ -52,8 +52,8 @@ def _tell_time(world: Axis, asking: int, ping: torch.Tensor, clock: Callable[[],
 
 
 def _ask_time(world: Axis, ping: torch.Tensor, clock: Callable[[], float]) -> tuple[float, float]:
-    """Another rank asks rank 0; returns the offset of its clock and the error of that."""
-    answers: list[tuple[float, float]] = []  # (offset, its error at most)
+    """Another rank asks rank 0; returns what `clock_offset` does, by the answer with the shortest round trip."""
+    answers: list[tuple[float, float]] = []
     for _ in range(_ROUND_TRIPS):
         start = clock()
         dist.send(ping, group=world.group, group_dst=0)

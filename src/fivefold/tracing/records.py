@@ -21,8 +21,8 @@ class Wait(NamedTuple):
     during: Action | None = None
 
     @property
-    def message(self) -> bool:
-        """Whether it is for a message between stages; the other waits are for collectives and the ring of cp."""
+    def is_message(self) -> bool:
+        """Whether it waits for a message between stages; other waits are for collectives and the ring of cp."""
         return self.axis == "pp" and self.what in ("send", "receive")
 
 
@@ -65,9 +65,9 @@ class RankTrace:
     updates: tuple[NamedSpan, ...]  # parts of the optimizer's work
     waits: tuple[Wait, ...]
     flights: tuple[Flight, ...]
-    parts: tuple[NamedSpan, ...] = ()  # of actions: dispatch and combine
+    action_parts: tuple[NamedSpan, ...] = ()  # dispatch and combine
     untraced: float | None = None  # the median seconds of steps that were not traced
-    clock_error: float = 0.0  # the most seconds by which its clock may differ from rank 0's
+    clock_error: float = 0.0  # seconds by which its times may be off from rank 0's clock, at most
 
     def on_clock(self, offset: float) -> Self:
         """The records with `offset` added to all times."""
@@ -75,11 +75,10 @@ class RankTrace:
         def moved(spans: Any) -> Any:
             return tuple(span._replace(start=span.start + offset, end=span.end + offset) for span in spans)
 
-        names = ("steps", "actions", "updates", "waits", "flights", "parts")
+        names = ("steps", "actions", "updates", "waits", "flights", "action_parts")
         return replace(self, **{name: moved(getattr(self, name)) for name in names})
 
-    def within(self, window: StepWindow) -> list[BusySpan]:
-        """The actions of a step."""
+    def actions_in(self, window: StepWindow) -> list[BusySpan]:
         return [span for span in self.actions if window.start <= span.start < window.end]
 
 
@@ -104,17 +103,17 @@ class Trace:
         """How many steps were traced."""
         return len(self.ranks[0].steps)
 
-    def spans(self, pipeline: list[RankTrace], step: int) -> list[list[BusySpan]]:
-        """The compute of each rank of a pipeline in its `step`-th traced step."""
-        return [rank.within(rank.steps[step]) for rank in pipeline]
+    def actions_by_rank(self, pipeline: list[RankTrace], index: int) -> list[list[BusySpan]]:
+        """The actions of each rank of a pipeline in the traced step of this index."""
+        return [rank.actions_in(rank.steps[index]) for rank in pipeline]
 
-    def run(self, pipeline: list[RankTrace], step: int) -> StepWindow:
-        """The time from the first start to the last end of a pipeline's actions: one run of the schedule."""
-        spans = [span for rank in self.spans(pipeline, step) for span in rank]
-        return StepWindow(step, min((s.start for s in spans), default=0.0), max((s.end for s in spans), default=0.0))
+    def schedule_run(self, pipeline: list[RankTrace], index: int) -> StepWindow:
+        """From the first start to the last end of a pipeline's actions, in the traced step of this index."""
+        spans = [span for actions in self.actions_by_rank(pipeline, index) for span in actions]
+        return StepWindow(index, min((s.start for s in spans), default=0.0), max((s.end for s in spans), default=0.0))
 
 
-def partners(schedule: Schedule) -> dict[Action, Action]:
+def joined_pairs(schedule: Schedule) -> dict[Action, Action]:
     """{F: the B that it is joined with}."""
     return {
         action: order[index + 1] for order in schedule.ranks for index, action in enumerate(order) if action.joined
@@ -124,15 +123,22 @@ def partners(schedule: Schedule) -> dict[Action, Action]:
 ActionKey = tuple[Kind, int, int]  # kind, stage and microbatch of an action
 
 
-def end_sends(trace: Trace) -> Trace:
-    """The trace with each send ending at the latest when its consumer starts; the sender only knows when it waits."""
+def end_sends_at_consumers(trace: Trace) -> Trace:
+    """The trace with each send ended no later than its consumer starts.
+
+    The sender records the end of its own wait, which may come long after the message has arrived.
+    """
     ranks: dict[int, RankTrace] = {}
     placement = trace.schedule.placement
     for pipeline in trace.pipelines:
         starts = [
-            # Of the spans of an action, the first: it comes last here, and replaces the others.
-            {span.action[:3]: span.start for rank in trace.spans(pipeline, step) for span in reversed(rank)}
-            for step in range(trace.step_count)
+            # In reverse order, so that an action's first span replaces its later ones.
+            {
+                span.action[:3]: span.start
+                for actions in trace.actions_by_rank(pipeline, index)
+                for span in actions[::-1]
+            }
+            for index in range(trace.step_count)
         ]
         for rank in pipeline:
             flights = (
@@ -146,16 +152,16 @@ def end_sends(trace: Trace) -> Trace:
 def _consumer_start(
     flight: Flight, rank: RankTrace, placement: Placement, starts: list[dict[ActionKey, float]]
 ) -> float:
-    """The start of the action that uses a message; infinity if the flight is not a message.
+    """When the action that consumes a message starts; infinity if the flight is not a message.
 
-    `starts`: of the actions of the pipeline, for each traced step.
+    `starts` are those of the pipeline's actions, for each traced step.
     """
     if flight.during is None or flight.during.kind not in SEND_KINDS or flight.kind != "send":
         return float("inf")
-    number = next((n for n, window in enumerate(rank.steps) if window.start <= flight.start < window.end), None)
-    if number is None:
+    index = next((n for n, window in enumerate(rank.steps) if window.start <= flight.start < window.end), None)
+    if index is None:
         return float("inf")
     channel = placement.channel_of[flight.during[:2]]
     keys = [(kind, channel.target, flight.during.microbatch) for kind in channel.compute]
-    times = [starts[number][key] for key in keys if key in starts[number]]
+    times = [starts[index][key] for key in keys if key in starts[index]]
     return max(flight.start, min(times, default=float("inf")))

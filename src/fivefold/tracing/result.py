@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fivefold.render.blocks import Block, Cell, Result, Row, Table, Text, render, width_of
 from fivefold.support.text import bytes_text, plural
-from fivefold.tracing.chrome import write
+from fivefold.tracing.chrome import write_trace
 from fivefold.tracing.records import Trace
 from fivefold.tracing.summary import Bubble, TracedTime, TraceSummary
 
@@ -30,7 +30,7 @@ class TraceResult(Result):
         if summary.axes:
             yield Text("\ncommunication, ms a step: exposed / hidden")
             yield self._traffic()
-        if parts := ", ".join(f"{name} {_ms(seconds)}" for name, seconds in summary.parts.items()):
+        if parts := ", ".join(f"{name} {_ms(seconds)}" for name, seconds in summary.action_parts.items()):
             yield Text(f"\nexperts, ms a step with waits: {parts}")
         if trace.schedule.p > 1:
             bubble = summary.bubble
@@ -101,7 +101,7 @@ class TraceResult(Result):
             "ranks": ranks,
             "mean": _figures_of(summary.total, summary.bubble),
             "sent": axes,
-            "experts": summary.parts,
+            "experts": summary.action_parts,
         }
 
 
@@ -114,7 +114,7 @@ class TraceFile:
 
     def __call__(self, trace: Trace) -> None:
         self.result = TraceResult(TraceSummary(trace), self.path)
-        write(self.result.summary, self.path.expanduser(), self.result.figures())
+        write_trace(self.result.summary, self.path.expanduser(), self.result.figures())
 
     def show(self, console: Console) -> None:
         if self.result is not None:

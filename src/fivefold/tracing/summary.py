@@ -25,10 +25,19 @@ from fivefold.schedules.actions import Action, Kind
 from fivefold.schedules.clock import BusySpan
 from fivefold.schedules.costs import Costs
 from fivefold.schedules.simulate import simulate
-from fivefold.tracing.records import Flight, NamedSpan, RankTrace, StepWindow, Trace, Wait, end_sends, partners
+from fivefold.tracing.records import (
+    Flight,
+    NamedSpan,
+    RankTrace,
+    StepWindow,
+    Trace,
+    Wait,
+    end_sends_at_consumers,
+    joined_pairs,
+)
 
-Timed = StepWindow | BusySpan | NamedSpan | Wait | Flight
-Mask = np.ndarray[Any, np.dtype[np.bool_]]  # one for each interval of a step: see `_parts`
+Span = StepWindow | BusySpan | NamedSpan | Wait | Flight
+Mask = np.ndarray[Any, np.dtype[np.bool_]]  # for each interval of a step, whether something goes on: see `_divide`
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class Bubble:
 
 class TraceSummary:
     def __init__(self, trace: Trace):
-        self.trace = end_sends(trace)
+        self.trace = end_sends_at_consumers(trace)
         pipelines = self.trace.pipelines
         self.simulations = [simulate(trace.schedule, _measured_costs(self.trace, pipeline)) for pipeline in pipelines]
         self.pipeline_of = {rank.rank: number for number, pipeline in enumerate(pipelines) for rank in pipeline}
@@ -76,8 +85,9 @@ class TraceSummary:
         means = []
         for rank in self.trace.ranks:
             pipeline = self.trace.pipelines[self.pipeline_of[rank.rank]]
-            runs = [self.trace.run(pipeline, step) for step in range(len(rank.steps))]
-            means.append(TracedTime.mean([_parts(rank, *step) for step in zip(rank.steps, runs, strict=True)]))
+            runs = [self.trace.schedule_run(pipeline, index) for index in range(len(rank.steps))]
+            times = [_divide(rank, window, run) for window, run in zip(rank.steps, runs, strict=True)]
+            means.append(TracedTime.mean(times))
         return means
 
     @cached_property
@@ -91,26 +101,27 @@ class TraceSummary:
         return sorted(axes, key=lambda axis: (shown_order(axis), axis))
 
     @property
-    def parts(self) -> dict[str, float]:
-        """Seconds of a step for parts of actions, the mean over ranks: dispatch and combine, waits included."""
-        runs = self.trace.step_count * len(self.trace.ranks)
-        spans = [part for rank in self.trace.ranks for part in rank.parts]
+    def action_parts(self) -> dict[str, float]:
+        """Seconds of a step in dispatch and combine, waits included: the mean over ranks."""
+        rank_steps = self.trace.step_count * len(self.trace.ranks)
+        spans = [part for rank in self.trace.ranks for part in rank.action_parts]
         names = dict.fromkeys(part.name for part in spans)
-        return {name: sum(part.end - part.start for part in spans if part.name == name) / runs for name in names}
+        return {name: sum(part.end - part.start for part in spans if part.name == name) / rank_steps for name in names}
 
     # ---- bubbles -------------------------------------------------------------------------------------------------
 
-    def makespan(self, pipeline: int, step: int) -> float:
-        run = self.trace.run(self.trace.pipelines[pipeline], step)
+    def makespan(self, pipeline: int, index: int) -> float:
+        """Seconds that a pipeline's run of the schedule took, in the traced step of this index."""
+        run = self.trace.schedule_run(self.trace.pipelines[pipeline], index)
         return run.end - run.start
 
     def bubble_of(self, rank: RankTrace) -> Bubble:
         pipeline = self.pipeline_of[rank.rank]
-        spans = sum(self.makespan(pipeline, step) for step in range(self.trace.step_count))
-        busy = sum(span.end - span.start for window in rank.steps for span in rank.within(window))
+        seconds = sum(self.makespan(pipeline, index) for index in range(self.trace.step_count))
+        busy = sum(span.end - span.start for window in rank.steps for span in rank.actions_in(window))
         simulation = self.simulations[pipeline]
         predicted = simulation.ranks[rank.pp_rank].busy / simulation.makespan if simulation.makespan else 1.0
-        return Bubble(1 - busy / spans if spans else 0.0, 1 - predicted)
+        return Bubble(1 - busy / seconds if seconds else 0.0, 1 - predicted)
 
     @property
     def bubble(self) -> Bubble:
@@ -130,17 +141,17 @@ def _measured_costs(trace: Trace, pipeline: list[RankTrace]) -> Costs:
     The duration of a joined pair is the sum of all spans of its two actions.
     """
     alone, paired = defaultdict[tuple[Kind, int], list[float]](list), defaultdict[tuple[Kind, int], list[float]](list)
-    pairs, second = defaultdict[int, list[float]](list), partners(trace.schedule)
-    in_pairs = {*second, *second.values()}
+    pairs, partner_of = defaultdict[int, list[float]](list), joined_pairs(trace.schedule)
+    in_pairs = {*partner_of, *partner_of.values()}
     for rank in pipeline:
         for window in rank.steps:
             durations: dict[Action, float] = defaultdict(float)
-            for span in rank.within(window):
+            for span in rank.actions_in(window):
                 durations[span.action] += span.end - span.start
             for action, seconds in durations.items():
                 (paired if action in in_pairs else alone)[action.kind, action.stage].append(seconds)
-                if action in second and second[action] in durations:
-                    pairs[action.stage].append(seconds + durations[second[action]])
+                if (partner := partner_of.get(action)) in durations:
+                    pairs[action.stage].append(seconds + durations[partner])
     # Actions of pairs overlap with communication, so their durations are used only where there is no action alone.
     costs = Costs.measured(paired | alone, trace.schedule.placement.stages)
     if not pairs:
@@ -152,17 +163,17 @@ def _measured_costs(trace: Trace, pipeline: list[RankTrace]) -> Costs:
     return replace(costs, pair=tuple(pair_costs))
 
 
-def _parts(rank: RankTrace, window: StepWindow, pipeline: StepWindow) -> TracedTime:
-    """The times of one step of a rank. `pipeline`: the run of the schedule by its ranks.
+def _divide(rank: RankTrace, window: StepWindow, schedule_run: StepWindow) -> TracedTime:
+    """Divides a rank's step into its parts. `schedule_run` is that of the rank's pipeline.
 
     The step is divided into intervals wherever any span starts or ends, so that a set of times is a mask of intervals.
     """
-    spans: list[Timed] = [window, pipeline, *rank.actions, *rank.updates, *rank.waits, *rank.flights]
+    spans: list[Span] = [window, schedule_run, *rank.actions, *rank.updates, *rank.waits, *rank.flights]
     edges = [edge for span in spans for edge in (span.start, span.end)]
     cuts = np.unique(np.clip(edges, window.start, window.end))
     lengths = np.diff(cuts)
 
-    def during(spans: Iterable[Timed]) -> Mask:
+    def during(spans: Iterable[Span]) -> Mask:
         mask = np.zeros(len(lengths), bool)
         for span in spans:
             first, last = np.searchsorted(cuts, (span.start, span.end))
@@ -173,14 +184,14 @@ def _parts(rank: RankTrace, window: StepWindow, pipeline: StepWindow) -> TracedT
         return float(lengths[mask].sum())
 
     in_action, waiting = during(rank.actions), during(())
-    bubble = during([pipeline]) & ~in_action
+    bubble = during([schedule_run]) & ~in_action
     exposed: dict[str, Mask] = {}
     for axis in {wait.axis for wait in rank.waits}:
-        waits = during(wait for wait in rank.waits if wait.axis == axis and not wait.message)
+        waits = during(wait for wait in rank.waits if wait.axis == axis and not wait.is_message)
         exposed[axis] = waits & ~bubble & ~waiting
         waiting = waiting | waits & ~bubble
     updating = during(rank.updates) & ~(waiting | in_action | bubble)
-    messages = bubble & during(wait for wait in rank.waits if wait.message)
+    messages = bubble & during(wait for wait in rank.waits if wait.is_message)
     hidden = {}
     for axis in {flight.axis for flight in rank.flights}:
         in_flight = during(flight for flight in rank.flights if flight.axis == axis)

@@ -21,6 +21,7 @@ from fivefold.parallel.traffic_counter import SPACES, TrafficCounter, name_of, n
 from fivefold.schedules.actions import Action
 from fivefold.tracing.records import Flight, Wait
 
+# Calls that the traffic counter leaves out, since they send nothing, but for which a rank waits.
 _UNCOUNTED = {"recv": "receive", "irecv": "receive", "barrier": "barrier", "monitoredbarrier": "barrier"}
 
 
@@ -34,15 +35,15 @@ class Timer(TrafficCounter):
         self.during: Action | None = None  # the action that the rank is in
         self.waits: list[Wait] = []
         self.flights: list[_OpenFlight] = []
-        self.functional: dict[int, _OpenFlight] = {}  # of functional collectives, by address of the result
-        self.latest_work: object = None
+        self.functional_flights: dict[int, _OpenFlight] = {}  # by address of the functional collective's result
+        self.latest_work: object = None  # see `_with_timed_work`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace not in SPACES:
             return func(*args, **(kwargs or {}))
         name = name_of(func)
         if name == "waittensor":
-            flight = self.functional.pop(_address(args[0]), None)
+            flight = self.functional_flights.pop(_address(args[0]), None)
             start = self.now()
             result = func(*args, **(kwargs or {}))
             if flight is not None:
@@ -61,7 +62,7 @@ class Timer(TrafficCounter):
         if func.namespace == "c10d":
             return self._with_timed_work(result, flight)
         for tensor in result if isinstance(result, list | tuple) else (result,):
-            self.functional[_address(tensor)] = flight
+            self.functional_flights[_address(tensor)] = flight
         return result
 
     def _with_timed_work(self, result: Any, flight: "_OpenFlight") -> Any:
@@ -71,7 +72,9 @@ class Timer(TrafficCounter):
         if not isinstance(result, torch.ScriptObject):
             return result
         work = _TimedWork(dist.Work.unbox(result), flight, self)
-        self.latest_work = work  # until the caller has it: an object with only C++ references loses its Python class
+        self.latest_work = (
+            work  # kept alive until the caller has it: with C++ references alone it loses its Python class
+        )
         return work.boxed()
 
     def record_wait(self, flight: "_OpenFlight", start: float) -> None:
@@ -89,14 +92,14 @@ class Timer(TrafficCounter):
 
 
 class _OpenFlight:
-    """A flight that may not have ended yet."""
+    """A collective or message that may not have ended yet. Of several ends that are set the first one counts."""
 
     def __init__(self, axis: str, what: Any, payload: int, start: float, during: Action | None):
         self.axis, self.what, self.payload, self.start, self.during = axis, what, payload, start, during
         self.end: float | None = None
 
     def set_end(self, end: float) -> float:
-        """Sets the end, unless it is set already, and returns it."""
+        """Sets the end, unless it is known already; returns the end that counts."""
         if self.end is None:
             self.end = end
         return self.end

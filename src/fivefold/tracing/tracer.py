@@ -1,6 +1,6 @@
 """The tracer of one rank: it records the times of steps and actions, and its timer records those of communication.
 
-    tracer = tracer_of(mesh, after=3, steps=2)
+    tracer = make_tracer(mesh, after=3, steps=2)
     engine = Engine(job, mesh, tracer.watch)
     with tracer.step(number):
         engine.forward_backward(batch)
@@ -31,25 +31,27 @@ from fivefold.tracing.records import NamedSpan, RankTrace, StepWindow, Trace
 from fivefold.tracing.timer import Timer
 
 
-def tracer_of(mesh: Mesh, after: int, steps: int) -> "Tracer | NoTracer":
+def make_tracer(mesh: Mesh, after: int, steps: int) -> "Tracer | NoTracer":
     """A tracer of the `steps` steps after the first `after` ones."""
     return Tracer(mesh, range(after + 1, after + steps + 1)) if steps else NoTracer()
 
 
 class Tracer:
+    """Records the steps of one rank that have a number, from 1, in `steps`. Made by all ranks: they compare clocks."""
+
     def __init__(self, mesh: Mesh, steps: range, clock: Callable[[], float] = time.perf_counter):
-        """`steps`: the numbers of the steps to trace, from 1. Collective: ranks compare their clocks."""
-        self.mesh, self.traced, self.clock = mesh, steps, clock
+        self.mesh, self.steps, self.clock = mesh, steps, clock
         self.offset, self.clock_error = clock_offset(mesh, clock)
         self.timer = Timer(mesh, self.now)
-        self.tracing = False  # in a step that is traced
+        self.tracing = False  # whether the current step is traced
         self.windows: list[StepWindow] = []
         self.actions: list[BusySpan] = []
         self.updates: list[NamedSpan] = []
-        self.parts: list[NamedSpan] = []
+        self.action_parts: list[NamedSpan] = []
         self.untraced: list[float] = []  # seconds of steps that were not traced
 
     def now(self) -> float:
+        """The time, after all work on the device so far is done."""
         if self.mesh.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return self.clock()
@@ -58,7 +60,7 @@ class Tracer:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        self.tracing = number in self.traced
+        self.tracing = number in self.steps
         now = self.now if self.tracing else self.clock  # a step that is not traced does not wait for the device
         start = now()
         with self.timer if self.tracing else nullcontext(), self._range(f"step {number}"):
@@ -83,7 +85,7 @@ class Tracer:
         self.timer.during = None
         if action.kind in COMPUTE_KINDS:
             waits = self.timer.waits[wait_count:]
-            received = [wait.end for wait in waits if wait.message and wait.what == "receive"]
+            received = [wait.end for wait in waits if wait.is_message and wait.what == "receive"]
             self.actions.append(BusySpan(action, max([start, *received]), self.now()))
 
     @contextmanager
@@ -106,7 +108,7 @@ class Tracer:
         start = self.now()
         with self._range(name):
             yield
-        self.parts.append(NamedSpan(name, start, self.now()))
+        self.action_parts.append(NamedSpan(name, start, self.now()))
 
     def _range(self, name: str) -> AbstractContextManager[None]:
         return _nvtx_range(name) if self.tracing and self.mesh.device.type == "cuda" else nullcontext()
@@ -115,7 +117,7 @@ class Tracer:
 
     def gather(self, number: int, schedule: Schedule) -> Trace | None:
         """The trace of all ranks, on rank 0 after the last traced step; else None. Collective after that step."""
-        if number != self.traced[-1]:
+        if number != self.steps[-1]:
             return None
         world, layout = self.mesh.world, self.mesh.layout
         ranks = [self._rank_trace()]
@@ -134,7 +136,7 @@ class Tracer:
             steps=tuple(self.windows),
             actions=tuple(self.actions),
             updates=tuple(self.updates),
-            parts=tuple(self.parts),
+            action_parts=tuple(self.action_parts),
             waits=tuple(self.timer.waits),
             flights=tuple(self.timer.ended_flights(end)),
             untraced=median(self.untraced) if self.untraced else None,
@@ -145,7 +147,7 @@ class Tracer:
 class NoTracer:
     """A tracer that traces no step."""
 
-    watch = part = None
+    watch = part = None  # no hook: the engine calls none
 
     def step(self, number: int) -> AbstractContextManager[None]:
         return nullcontext()

@@ -30,7 +30,7 @@ from fivefold.support.errors import PeerLost, TrainingError
 from fivefold.support.plugins import is_plugin
 from fivefold.support.progress import prefetch
 from fivefold.tracing.records import Trace
-from fivefold.tracing.tracer import tracer_of
+from fivefold.tracing.tracer import make_tracer
 from fivefold.trainer.corruption import Corrupt, CorruptionChecks
 from fivefold.trainer.data_guard import STOP_FOR_DATA, DataGuard
 from fivefold.trainer.engine import Engine
@@ -58,7 +58,7 @@ class Trainer:
 
     def __init__(self, job: Job, sources: Splits, mesh: Mesh):
         self.job, self.sources, self.mesh = job, sources, mesh
-        self.tracer = tracer_of(mesh, job.trace.after, job.trace.steps)
+        self.tracer = make_tracer(mesh, job.trace.after, job.trace.steps)
         self.phases = Phases(mesh.device, self.tracer.watch)
         self.engine = Engine(job, mesh, self.phases.watch)
         self.slow = SlowWatch(job, mesh, self.phases)

@@ -25,8 +25,8 @@ from fivefold.support.files import cannot_write, put
 from fivefold.support.text import bytes_text, plural, si
 from fivefold.tracing.records import Trace
 from fivefold.tracing.result import TraceFile
-from fivefold.trainer.directories import owners, sign
 from fivefold.trainer.records import METRICS_FILE, Evaluation, MetricsFile, Step, StepDecision, trim
+from fivefold.trainer.run_names import read_run_names, write_run_names
 
 Say = Callable[[str], None]
 
@@ -39,7 +39,7 @@ class Outputs:
         self.lost: list[str] = []  # a sentence for each file that could not be written
         self.done = done
         self.listeners: dict[str, RunListener] = {}  # that have raised nothing
-        self.runs = owners(directory) or []
+        self.run_names = read_run_names(directory) or []
         self.description = {"job.toml": to_toml(job), "environment.json": json.dumps(environment, indent=2) + "\n"}
         for name in _other_plugins(directory / "environment.json", environment):
             say(f"the code of {name} is not what it was when this run last started")
@@ -98,7 +98,7 @@ class Outputs:
             with suppress(OSError, UserError):
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self.describe()
-                sign(self.directory, self.runs)
+                write_run_names(self.directory, self.run_names)
         return self.gone
 
     def keep(self, name: str | Path, write: Callable[[], object]) -> None:

@@ -1,13 +1,15 @@
-"""The time that a restart takes: the seconds from the last step before it to the first new one after it, by part.
+"""The seconds that a restart takes, from the last step before it to the first new step after it, by part.
 
-    notice    until ranks were started again: peers time out, launchers agree on who is left
-    re-plan   the choice of a layout
-    start     imports, rendezvous, the model
-    load      the newest checkpoint
-    repeat    the steps after that checkpoint, up to the first that had not been done before
+notice    until ranks were started again: peers time out, launchers agree on who is left
+re-plan   the choice of a layout
+start     imports, rendezvous, the model
+load      the newest checkpoint
+repeat    the steps after that checkpoint, up to the first that had not been done before
 
-recovery = Recovery.after_restart(directory, planned=0.05, apart=False)    # rank 0, before the metrics are trimmed
-recovery.loads(); recovery.loaded(done); ...; recovery.on_step(record)
+timer = RestartTimer.of_run(directory, replan=0.05, replanned_here=False, say=print)   # on rank 0
+timer.start_load()
+timer.end_load(step, ranks, layout)
+timer.on_step(record)                                                                  # as a listener
 """
 
 import os
@@ -22,14 +24,15 @@ from fivefold.trainer.records import METRICS_FILE, Evaluation, Step
 from fivefold.trainer.restart_limit import last_recorded_step
 
 RECOVERIES_FILE = "recoveries.jsonl"
-_CLOCK_FILES = "/proc/uptime", "/proc/self/stat"
+_PROC_UPTIME, _PROC_STAT = "/proc/uptime", "/proc/self/stat"
+_START_TICKS = 19  # index of field 22 of _PROC_STAT, counted after the process's name, which may have spaces in it
 
 
-class Recovered(msgspec.Struct, frozen=True, kw_only=True):
-    """One restart, in seconds."""
+class RestartTime(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the recoveries file: one restart; the parts are in seconds."""
 
-    step: int  # the last one that was done before
-    resumed: int  # the step of the state that was loaded
+    step: int  # the last step before the restart
+    resumed: int  # the step of the checkpoint that was loaded
     ranks: int
     layout: str
     notice: float
@@ -44,65 +47,64 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         parts = f"notice {self.notice:.1f}, re-plan {self.replan:.1f}, start {self.start:.1f}, load {self.load:.1f}"
-        again = self.step - self.resumed
-        steps = f"{again} step{'s' * (again != 1)} again" if again else "no step again"
+        repeated = self.step - self.resumed
+        steps = f"{repeated} step{'s' * (repeated != 1)} again" if repeated else "no step again"
         return (
             f"{self.total:.1f} s from step {self.step} to step {self.step + 1}: {parts}, repeat {self.repeat:.1f} "
             f"({steps}); {self.ranks} ranks, {self.layout}"
         )
 
 
-class Recovery:
-    """A listener of rank 0 that prints once how long the restart took, and adds it to recoveries.jsonl."""
+class RestartTimer:
+    """A listener of rank 0: at the first new step it prints the times of the restart, and adds them to the file."""
 
-    def __init__(self, step: int, lost: float, planned: float, apart: bool, say: Callable[[str], None]):
-        """`lost`: when the last `step` was done; `planned`: seconds that the choice of a layout took, in this process
-        where ranks are `apart`, else before it began. Times are seconds since 1970."""
-        self.step, self.planned, self.say = step, planned, say
+    def __init__(self, directory: Path, step: int, replan: float, *, replanned_here: bool, say: Callable[[str], None]):
+        """`step` is the last one before the restart. `replan` are the seconds that the choice of a layout took: in this
+        process if `replanned_here`, else in the launcher, before this process began.
+
+        Metrics must not be trimmed yet: their file's last change tells when the last step was done.
+        """
+        self.directory, self.step, self.replan, self.say = directory, step, replan, say
+        last_step_end = (directory / METRICS_FILE).stat().st_mtime  # seconds since 1970, as all times here
         process_start = process_start_time()
-        self.begun = process_start + planned if apart else process_start
-        self.notice = max(0.0, process_start - lost - (0.0 if apart else planned))
-        self.directory, self.ranks, self.layout = Path(), 1, ""
+        self.notice = max(0.0, process_start - last_step_end - (0.0 if replanned_here else replan))
+        self.replan_end = process_start + (replan if replanned_here else 0.0)
         self.load_start = self.load_end = process_start
-        self.resumed = 0
+        self.resumed, self.ranks, self.layout = 0, 1, ""
 
     @classmethod
-    def after_restart(
-        cls, directory: Path, planned: float, apart: bool, say: Callable[[str], None]
-    ) -> "Recovery | None":
-        """The recovery of a run that had made steps; None if its metrics have none."""
-        last = last_recorded_step(directory)
-        if not last:
-            return None
-        recovery = cls(last, (directory / METRICS_FILE).stat().st_mtime, planned, apart, say)
-        recovery.directory = directory
-        return recovery
+    def of_run(
+        cls, directory: Path, replan: float, *, replanned_here: bool, say: Callable[[str], None]
+    ) -> "RestartTimer | None":
+        """The timer of a restarted run; None if its metrics have no step."""
+        step = last_recorded_step(directory)
+        return cls(directory, step, replan, replanned_here=replanned_here, say=say) if step else None
 
-    def loads(self) -> None:
+    def start_load(self) -> None:
         self.load_start = time.time()
 
-    def loaded(self, step: int, ranks: int, layout: str) -> None:
+    def end_load(self, step: int, ranks: int, layout: str) -> None:
+        """`step` is that of the checkpoint."""
         self.load_end, self.resumed, self.ranks, self.layout = time.time(), step, ranks, layout
 
     def on_step(self, record: Step) -> None:
         if record.step != self.step + 1:
             return
-        now = time.time()
-        recovered = Recovered(
+        restart = RestartTime(
             step=self.step,
             resumed=self.resumed,
             ranks=self.ranks,
             layout=self.layout,
             notice=self.notice,
-            replan=self.planned,
-            start=max(0.0, self.load_start - self.begun),
+            replan=self.replan,
+            start=max(0.0, self.load_start - self.replan_end),
             load=self.load_end - self.load_start,
-            repeat=now - self.load_end,
+            repeat=time.time() - self.load_end,
         )
-        self.say(f"recovered in {recovered}")
+        self.say(f"recovered in {restart}")
         try:
             with open_regular(self.directory / RECOVERIES_FILE, append=True) as file:
-                file.write(msgspec.json.encode(recovered) + b"\n")
+                file.write(msgspec.json.encode(restart) + b"\n")
         except OSError as error:
             self.say(f"{RECOVERIES_FILE} cannot be written: {error.strerror}; training continues without it")
 
@@ -114,10 +116,10 @@ class Recovery:
 
 
 def process_start_time() -> float:
-    """When this process began, in seconds since 1970; now, where the system does not say."""
+    """When this process began, in seconds since 1970; where the system does not tell, the time now."""
     try:
-        uptime, stat = (Path(file).read_text() for file in _CLOCK_FILES)
-        ticks = int(stat.rpartition(") ")[2].split()[19])
-        return time.time() - (float(uptime.split()[0]) - ticks / os.sysconf("SC_CLK_TCK"))
+        uptime = float(Path(_PROC_UPTIME).read_text().split()[0])
+        start_ticks = int(Path(_PROC_STAT).read_text().rpartition(") ")[2].split()[_START_TICKS])
+        return time.time() - (uptime - start_ticks / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
         return time.time()

@@ -31,7 +31,7 @@ from fivefold.support.errors import Note, UserError
 from fivefold.support.parsing import Missing, path_of, read_toml
 from fivefold.support.storage_place import Place, RemotePlace, place_of
 from fivefold.support.text import did_you_mean
-from fivefold.trainer.directories import JOB_FILE, complete, earlier, existing_run_directory
+from fivefold.trainer.directories import JOB_FILE, earlier_directory, existing_run_directory, resumable_checkpoints
 
 SCHEDULE_FILE = "schedule.txt"  # a pipeline schedule that the job took from a file
 
@@ -51,7 +51,7 @@ class Start:
                 raise UserError(problems, "run.weights.refused")
             return None
         problems = resume_refusals(directory, job, sources, named=self.named is not None)
-        if problems and not self.named and (own := earlier(job, directory)):
+        if problems and not self.named and (own := earlier_directory(job, directory)):
             directory, problems = own, resume_refusals(own, job, sources, named=False)
         if problems:
             raise UserError(problems, "run.resume.weights")
@@ -198,7 +198,7 @@ def newest_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
 
 def resume_refusals(directory: Path, job: Job, sources: Splits, *, named: bool) -> list[str]:
     """Why the run of a directory cannot continue with a job, or was probably not meant to; [] if it can."""
-    checkpoints = complete(job, directory)
+    checkpoints = resumable_checkpoints(job, directory)
     newest = newest_of(checkpoints)
     if named and not checkpoints:
         return [f"{directory} has no checkpoint to resume from; --fresh starts its job over in a directory of its own"]

@@ -51,13 +51,19 @@ from fivefold.support.files import cannot_write, put
 from fivefold.support.plugins import digests, options, plugin_error
 from fivefold.support.text import graphs_text, plural, si
 from fivefold.trainer.checkpointing import Checkpoints
-from fivefold.trainer.directories import JOB_FILE, complete, enter_directory, has_trained, store
-from fivefold.trainer.directories import claim as claim_directory
+from fivefold.trainer.directories import (
+    JOB_FILE,
+    enter_directory,
+    lists_run,
+    lock_directory,
+    resumable_checkpoints,
+    run_store,
+)
 from fivefold.trainer.loop import Stopped, Trainer
 from fivefold.trainer.outputs import Display, Outputs, vanishing
 from fivefold.trainer.records import Evaluation, Listener
 from fivefold.trainer.restart_limit import count_start
-from fivefold.trainer.restart_time import Recovery
+from fivefold.trainer.restart_time import RestartTimer
 from fivefold.trainer.result import LOAD_PICTURE, ExpertsResult
 from fivefold.trainer.resuming import SCHEDULE_FILE, Start, differences
 from fivefold.trainer.spikes import DECISIONS_FILE as DECISIONS
@@ -191,7 +197,7 @@ class _RankRun:
     trainer: Trainer
     checkpointing: Checkpoints
     begun: Checkpoint | None = None  # from which it goes on
-    recovery: Recovery | None = None
+    restart_timer: RestartTimer | None = None
 
     def __init__(self, job: Job, sources: Splits, world: worlds.World, console: Console, mesh: Mesh):
         self.job, self.sources, self.world, self.console, self.mesh = job, sources, world, console, mesh
@@ -221,7 +227,7 @@ class _RankRun:
         trainer = self.trainer = Trainer(job, self.sources, mesh)
         same_order(control, mesh, trainer.engine.communication_order)
         trainer.guard.watch(leaving.enter_context(closing(Control(mesh, job.train.timeout))), self.note)
-        self.checkpointing = Checkpoints(store(job, self.directory), control, trainer, self.note)
+        self.checkpointing = Checkpoints(run_store(job, self.directory), control, trainer, self.note)
         leaving.callback(self.checkpointing.close)
         if self.world.rank == 0:
             show_job(self.console, job, mesh)
@@ -233,14 +239,14 @@ class _RankRun:
     def resume(self) -> None:
         """Load what there is, and say from where, and what differs from the run so far."""
         trainer, console, world, note = self.trainer, self.console, self.world, self.note
-        self.recovery = _recovery(self.directory, world, note) if self.again else None
+        self.restart_timer = _time_restart(self.directory, world, note) if self.again else None
         decided = _on_rank_0(self.control, lambda: _earlier_decisions(self.directory, note)) or KnownDecisions()
         trainer.policy.say = note
         trainer.policy.learn(self.control.broadcast_value(decided, KnownDecisions))
         trainer.policy.directory = self.directory if world.rank == 0 else None
         self.begun = self.checkpointing.restore()
-        if self.recovery is not None:
-            self.recovery.loaded(trainer.done, world.size, str(self.job.layout))
+        if self.restart_timer is not None:
+            self.restart_timer.end_load(trainer.done, world.size, str(self.job.layout))
         if self.checkpointing.initial_weights:
             console.print(f"[bold]starts[/] with the weights of {self.checkpointing.initial_weights}", soft_wrap=True)
         if self.begun is not None:
@@ -277,8 +283,8 @@ class _RankRun:
             self.note(self.slow)
         display = Display(console, job.train.steps, marks, job.train.log_every, outputs.earlier)
         begin = time.monotonic()
-        recovery = [self.recovery] if self.recovery else []
-        evaluation = self._steps([outputs, display, *recovery, *listeners], outputs)
+        restart_timer = [self.restart_timer] if self.restart_timer else []
+        evaluation = self._steps([outputs, display, *restart_timer, *listeners], outputs)
         tell_spares()
         seconds = time.monotonic() - begin
         _show_rest(console, outputs, trainer, job, self.directory)
@@ -332,13 +338,14 @@ def _show_load(console: Console, outputs: Outputs, job: Job, directory: Path) ->
         render(load.blocks(), console, width_of(console))
 
 
-def _recovery(directory: Path, world: worlds.World, say: Callable[[str], None]) -> Recovery | None:
-    """The timing of a restart, on rank 0 of a run that a launcher has restarted."""
-    planned = float(os.environ.get(worlds.PLANNED_ENV, 0))
-    recovery = Recovery.after_restart(directory, planned, world.apart or not world.meeting.file, say)
-    if recovery is not None:
-        recovery.loads()
-    return recovery
+def _time_restart(directory: Path, world: worlds.World, say: Callable[[str], None]) -> RestartTimer | None:
+    """The timer of a run that a launcher has restarted, on rank 0, as the load begins."""
+    replan = float(os.environ.get(worlds.PLANNED_ENV, 0))
+    replanned_here = world.apart or not world.meeting.file  # else the launcher of this machine has chosen the layout
+    timer = RestartTimer.of_run(directory, replan, replanned_here=replanned_here, say=say)
+    if timer is not None:
+        timer.start_load()
+    return timer
 
 
 def _on_rank_0(control: Control, do: Callable[[], T]) -> T | None:
@@ -359,11 +366,11 @@ def _begun(job: Job, sources: Splits, start: Start) -> tuple[Path, bool]:
     so that the run resumes without the file."""
     chosen = start.checked(job, sources)
     again = worlds.starts_before() > 0 or (
-        worlds.PLANNED_ENV in os.environ and chosen is not None and has_trained(job, chosen)
+        worlds.PLANNED_ENV in os.environ and chosen is not None and lists_run(job, chosen)
     )
     directory = enter_directory(job, chosen)
-    claim_directory(directory)
-    if job.run.weights and not complete(job, directory):
+    lock_directory(directory)
+    if job.run.weights and not resumable_checkpoints(job, directory):
         try:
             copy_extras(run_of(find(job.run.weights)), directory)
         except OSError as error:

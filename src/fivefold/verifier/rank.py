@@ -23,7 +23,8 @@ from fivefold.data.batch import Batch
 from fivefold.job.config import Job
 from fivefold.job.preflight import preflight
 from fivefold.launch.device import choose_backend, choose_device, make_repeatable
-from fivefold.launch.processes import Rank, import_function
+from fivefold.launch.processes import Rank
+from fivefold.launch.supervisor import import_function
 from fivefold.model.compiler import compilation
 from fivefold.model.recompute import is_recomputing
 from fivefold.optim.lr_schedule import learning_rate

@@ -24,7 +24,7 @@ from fivefold.schedules.result import DrawResult
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 from fivefold.support.parsing import path_of, read_json
-from fivefold.tracing.chrome import lanes
+from fivefold.tracing.lanes import read_lanes
 from fivefold.tracing.result import TraceResult
 from fivefold.verifier.result import VerifyResult
 from fivefold.version import __version__
@@ -376,7 +376,7 @@ def _runs_views(path: Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _trace_views(result: TraceResult) -> tuple[str, list[dict[str, Any]]]:
-    payload = {"run": result.file.stem} | lanes(result.file)
+    payload = {"run": result.file.stem} | read_lanes(result.file)
     return f"a trace of {payload['layout'] or 'one rank'}", [page_view(TRACE_VIEW, payload)]
 
 

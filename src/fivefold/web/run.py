@@ -16,7 +16,7 @@ from typing import Any
 
 from fivefold.layout.layout import Layout
 from fivefold.support.errors import UserError
-from fivefold.tracing.chrome import lanes
+from fivefold.tracing.lanes import read_lanes
 from fivefold.trainer.records import METRICS_FILE, Evaluation, Record, Step
 from fivefold.web.question import Ask
 from fivefold.web.run_files import (
@@ -86,7 +86,7 @@ def trace(ask: Ask) -> dict[str, Any]:
     path = run.inside("trace.json")
     if path is None:
         raise UserError(f"trace.json of {run.name} leads out of the directory that was given", "page.file")
-    return {"run": run.name} | lanes(path, ask.integer("step"))
+    return {"run": run.name} | read_lanes(path, ask.integer("step"))
 
 
 def _full_run(run: RunFiles, runs: int) -> dict[str, Any]:
