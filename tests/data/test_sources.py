@@ -14,8 +14,8 @@ from fivefold.data import SOURCES
 from fivefold.data.base import DataSource
 from fivefold.data.batch import read_batch, read_share
 from fivefold.data.order import window_of, windows
-from fivefold.data.rows import Splits, TokenRow, TokenWindow
 from fivefold.data.packing import PackedDocuments
+from fivefold.data.rows import Splits, TokenRow, TokenWindow
 from fivefold.data.shards import TokenShards
 from fivefold.data.source_check import check
 from fivefold.job.preflight import preflight
