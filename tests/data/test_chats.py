@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from fivefold.cli import app
 from fivefold.data.index import read_index
 from fivefold.data.integrity import verify
 from fivefold.data.prepare import PrepareSummary, prepare
@@ -95,6 +97,24 @@ def test_the_masks_are_those_of_transformers(tmp_path: Path, jsonl: Jsonl) -> No
         assert differ.sum() == (number == 0)
 
 
+def test_the_command_says_how_much_carries_loss(tmp_path: Path, jsonl: Jsonl) -> None:
+    words = [
+        "data",
+        "prepare",
+        "--chat",
+        jsonl(TWO),
+        "-o",
+        tmp_path / "chats",
+        "--tokenizer",
+        chat_model(tmp_path / "m"),
+    ]
+    done = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "400"})
+    split = TokenStore.open(tmp_path / "chats").split("train")
+    share = split.loss_tokens(0, split.tokens) / split.tokens
+    assert f"{share:.0%} of the tokens carry loss, and the longest conversation has {split.tokens}; " in done.stdout
+    assert f"train with: data.source=packed data.path={tmp_path / 'chats'}" in done.stdout
+
+
 def test_other_names_are_read(tmp_path: Path, jsonl: Jsonl) -> None:
     share = {"conversations": [{"from": "human", "value": "ask"}, {"from": "gpt", "value": "yes"}], "id": 3}
     made(tmp_path, jsonl(share, turns("ask", "yes"), gzip=True))
@@ -157,6 +177,7 @@ CASES: dict[str, tuple[str, str | None, list[Any]]] = {
     "a change": ("chat.template", "{{ messages.append(messages) }}", GOOD),
     "an include": ("chat.template", "{% include '/etc/passwd' %}", GOOD),
     "no end": ("chat.template", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", GOOD),
+    "deep tools": ("chat.record", CHATML, [b'{"messages": [], "tools": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"]),
     "a mistake": ("chat.template", "{% for m in %}", GOOD),
     "a sum of unlikes": ("chat.template", "{{ messages + 1 }}", GOOD),
     "a date": ("chat.template", "{{ strftime_now('%Y') }}", GOOD),

@@ -7,16 +7,24 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from fivefold.cli import app
 from fivefold.data.batch import read_batch, read_share
 from fivefold.data.packed_row import PackedRow, best_fit
 from fivefold.data.packing import PackedDocuments
 from fivefold.data.prepare import prepare
+from fivefold.data.shards import TokenShards
 from fivefold.data.source_check import check
 from fivefold.data.tokens import TokenStore
+from fivefold.job.fine_tuning import fine_tuning_job
 from fivefold.job.preflight import preflight
 from fivefold.job.reading import read_job
+from fivefold.job.recipes import Choice
 from fivefold.job.toml_writer import commented_toml
+from fivefold.spec.presets import preset
+from fivefold.support.errors import Note
+from tests.data.chat_model import chat_model, turns
 from tests.refusals import refusal
 
 Jsonl = Callable[..., Path]
@@ -99,6 +107,7 @@ def test_what_is_too_long_is_cut_or_left_out_and_that_is_said(tmp_path: Path, js
     )
     counts = np.bincount(cut.train.read(0, cut.train.tokens).tokens)
     assert (counts[ord("a")], counts[ord("b")], counts[ord("s")]) == (50, 10, 0)
+    assert cut.train.loss_tokens(0, cut.train.tokens) == 49 + 10  # the first of a document follows nothing of its own
     drop = PackedDocuments(path=str(tmp_path / "tokens"), seq=50, long="drop").open()
     assert drop.notes == (
         "2 of the 3 documents of train are longer than data.seq=50, up to 100 tokens, and are left out "
@@ -108,6 +117,28 @@ def test_what_is_too_long_is_cut_or_left_out_and_that_is_said(tmp_path: Path, js
     none = PackedDocuments(path=str(tmp_path / "tokens"), seq=4, long="drop")
     error = refusal(none.open)
     assert (error.codes, str(error).endswith("nearest: data.seq=11")) == (["data.packed.none"], True)
+
+
+def test_a_command_says_it_without_training(tmp_path: Path, jsonl: Jsonl, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare([jsonl({"text": "a" * 99}, {"text": "b" * 10})], tmp_path / "tokens")
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "model=tiny", "data.source=packed", "data.path=tokens", "data.seq=50", "--check"]
+    with pytest.warns(Note, match="1 of the 2 documents of train are longer than data.seq=50, up to 100 tokens"):
+        assert CliRunner().invoke(app, words).exit_code == 0
+
+
+def test_an_import_packs_chats_and_nothing_else(tmp_path: Path, jsonl: Jsonl) -> None:
+    pytest.importorskip("tokenizers")
+    prepare([jsonl(turns("a", "b"))], tmp_path / "chats", tokenizer=chat_model(tmp_path / "model"), chat=True)
+    prepare([jsonl({"text": "a" * 200})], tmp_path / "text")
+    for name, model, kind in (
+        ("chats", "tiny", PackedDocuments),
+        ("chats", "tiny-gpt", TokenShards),
+        ("text", "tiny", TokenShards),
+    ):
+        spec, store = preset(model, context=64), TokenStore.open(tmp_path / name)
+        job, _ = fine_tuning_job(spec, Choice("float32", ""), store)
+        assert (type(job.data), job.data.seq, job.data.prepared()) == (kind, 64, (tmp_path / name,))
 
 
 def test_damage_is_said_of_what_has_read_it(tokens: Path) -> None:
