@@ -14,6 +14,7 @@ from fivefold.data import SOURCES
 from fivefold.data.base import DataSource
 from fivefold.data.batch import read_batch, read_share
 from fivefold.data.order import window_of, windows
+from fivefold.data.packing import PackedDocuments
 from fivefold.data.rows import Splits, TokenRow, TokenWindow
 from fivefold.data.shards import TokenShards
 from fivefold.data.source_check import check
@@ -67,7 +68,7 @@ def opening(row: TokenRow, **more: Any) -> DataSource:
 
 
 def test_prepared_tokens_are_an_entry_of_the_table(tmp_path: Path) -> None:
-    assert {"tokens": TokenShards} == SOURCES.table
+    assert {"tokens": TokenShards, "packed": PackedDocuments} == SOURCES.table
     assert read_job().data == read_job(None, ["data.source=tokens"]).data == TokenShards()
     assert refusal(lambda: read_job(None, ["data.source=token"])).codes == ["data.source.choice"]
 

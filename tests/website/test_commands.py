@@ -21,6 +21,7 @@ ELSEWHERE = {
     "README.md": "tests/test_readme.py",
     "docs/tour.md": "tests/test_readme.py",
     "docs/guide.md": "tests/test_guide.py",
+    "docs/finetune.md": "tests/test_finetune.py",
     "docs/others.md": "tests/foreign/test_from_the_shell.py",
     "docs/plugins.md": "tests/plugins",  # with the packages of examples/plugins
     "docs/nccl.md": "tests/gpu",

@@ -1,6 +1,7 @@
 """`fivefold data`: turn text into token files, and check them."""
 
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +24,9 @@ app = typer.Typer(
 def prepare(
     inputs: Annotated[list[Path], typer.Argument(help="Text files, .jsonl, .jsonl.gz, .parquet, or directories.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory to create.")],
-    tokenizer: Annotated[str, typer.Option(help="A Hugging Face tokenizer.json, or 'bytes'.")] = "bytes",
+    tokenizer: Annotated[
+        str, typer.Option(help="A Hugging Face tokenizer.json or its directory, or 'bytes'.")
+    ] = "bytes",
     eos: Annotated[str | None, typer.Option(help="End-of-document token or id, if the tokenizer names none.")] = None,
     text_field: Annotated[str, typer.Option(help="Field of a record that holds its text.")] = "text",
     prompt_field: Annotated[
@@ -31,6 +34,13 @@ def prepare(
     ] = None,
     valid: Annotated[float, typer.Option(help="Fraction of documents to hold out for validation.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed that selects the held-out documents.")] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Lines of JSONL are conversations: loss on the assistant's turns alone.")
+    ] = False,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja template in place of the tokenizer's own.", show_default=False)
+    ] = None,
+    date: Annotated[str, typer.Option(help="Today, for templates that write it: 2026-01-31.", show_default=False)] = "",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing token directory.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -41,13 +51,19 @@ def prepare(
     instead of its text: segments without loss are context only. Speed is limited by
     the disk and SHA-256 for bytes, and by the tokenizer's library otherwise.
 
+    With --chat a line is a conversation, {"messages": \\[{"role": ..., "content":
+    ...}, ...]}. The model's chat template renders it, in a process of limited time
+    and memory; data.source=packed trains on whole conversations.
+
     [dim]Examples:[/]
 
       fivefold data prepare essays/ more.jsonl.gz -o tokens/ --valid 0.05
 
       fivefold data prepare web.parquet -o tokens/ --tokenizer tokenizer.json
 
-      fivefold data prepare chats.jsonl -o tokens/ --prompt-field question
+      fivefold data prepare questions.jsonl -o tokens/ --prompt-field question
+
+      fivefold data prepare --chat chats.jsonl -o chats/ --tokenizer runs/llama
     """
     from fivefold.data.prepare import prepare as run
     from fivefold.support.progress import bar
@@ -64,6 +80,9 @@ def prepare(
             seed=seed,
             overwrite=overwrite,
             progress=progress,
+            chat=chat,
+            chat_template=chat_template,
+            date=date,
         )
     if as_json:
         typer.echo(json.dumps(asdict(result) | {"out": str(result.out)}))
@@ -74,6 +93,12 @@ def prepare(
         + (f"; {result.empty_documents} empty documents left out" if result.empty_documents else ""),
         markup=False,
     )
+    if chat:
+        console_of().print(
+            f"{result.loss_tokens / result.tokens:.0%} of the tokens carry loss, and the longest conversation has "
+            f"{result.longest}; train with: data.source=packed data.path={shlex.quote(str(result.out))}",
+            markup=False,
+        )
 
 
 @command(app, "check", "Hash every file and scan every id.  [dim]fivefold data check tokens/[/]")

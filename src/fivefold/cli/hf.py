@@ -66,6 +66,10 @@ def import_hf(
 
       fivefold train runs/llama/job.toml data.path=tokens/
 
+      fivefold data prepare --chat chats.jsonl -o chats/ --tokenizer Llama-3.2-1B
+
+      fivefold hf import Llama-3.2-1B -o runs/chat --data chats/
+
       fivefold generate runs/llama --prompt "Once upon a time"
     """
     from fivefold.checkpoint.find import stored_job

@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 import tomllib
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from fivefold.cli.options import Json, RunWords, split_job_and_changes
 from fivefold.launch.exits import say
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Note, UserError
 from fivefold.support.progress import is_shown
 
 if TYPE_CHECKING:
@@ -118,6 +119,8 @@ def train(
     if not world.joined:  # else rank 0 checks it for all
         start.checked(resolved, sources)
     if check:
+        for sentence in sources.notes:
+            warnings.warn(Note(sentence), stacklevel=1)
         typer.echo(json.dumps(tomllib.loads(to_toml(resolved))) if as_json else to_toml(resolved))
     elif nproc > 1:
         flags = {"--fresh": fresh, "--json": as_json, "--quiet": not is_shown()}

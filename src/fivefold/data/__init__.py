@@ -15,8 +15,9 @@ data.source=my_package.mixture:Mixture.
 """
 
 from fivefold.data.base import DataSource, UnknownSource
+from fivefold.data.packing import PackedDocuments
 from fivefold.data.shards import TokenShards
 from fivefold.support.plugins import Sections
 
-SOURCE_BY_NAME: dict[str, type[DataSource]] = {"tokens": TokenShards}
+SOURCE_BY_NAME: dict[str, type[DataSource]] = {"tokens": TokenShards, "packed": PackedDocuments}
 SOURCES = Sections("data.source", DataSource, SOURCE_BY_NAME, UnknownSource)

@@ -97,27 +97,33 @@ class TextSegment(msgspec.Struct, forbid_unknown_fields=True):
 def read_jsonl(path: Path, stream: IO[bytes], fields: Fields, meter: Meter) -> Iterator[TextPiece | Problem]:
     """The documents of JSON lines; blank lines are passed over."""
     decode = msgspec.json.Decoder(_record(fields)).decode
-    for number, line in enumerate(_lines(stream), 1):
-        if line is None:
-            yield Problem(
-                "record.long",
-                f"{path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB is not read; write its text to a "
-                "text file, or divide the record",
-            )
-            continue
-        if number == 1:
-            line = line.removeprefix(_BOM)
-        if line.isspace():
+    for place, line in numbered_lines(path, stream):
+        if isinstance(line, Problem):
+            yield line
             continue
         try:
             record = decode(line)
             if record.segments is None and (record.text is None or (fields.prompt and record.prompt is None)):
-                yield _at(f"{path}:{number}", _explain(line, fields, None))
+                yield _at(place, _explain(line, fields, None))
                 continue
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            yield _at(f"{path}:{number}", _explain(line, fields, error))
+            yield _at(place, _explain(line, fields, error))
             continue
         yield from _document(record.text, record.prompt, record.segments, meter)
+
+
+def numbered_lines(path: Path, stream: IO[bytes]) -> Iterator[tuple[str, bytes | Problem]]:
+    """The lines that are not blank, each with its place; in place of one that is too long, a sentence."""
+    for number, line in enumerate(_lines(stream), 1):
+        place = f"{path}:{number}"
+        if line is None:
+            most = f"{place}: a line of more than {MAX_LINE_BYTES >> 20} MiB is not read"
+            yield place, Problem("record.long", f"{most}; write its text to a text file, or divide the record")
+            continue
+        if number == 1:
+            line = line.removeprefix(_BOM)
+        if not line.isspace():
+            yield place, line
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
@@ -224,7 +230,7 @@ def _explain(line: bytes, fields: Fields, error: Exception | None) -> Problem:
         example = f'a line is one record, for example {{"{fields.text}": "..."}}'
         return Problem("record.syntax", f"not JSON: {reason}; {example}")
     if not isinstance(record, dict):
-        wanted = f'a record is an object like {{"{fields.text}": "..."}}, not {_type(record)}'
+        wanted = f'a record is an object like {{"{fields.text}": "..."}}, not {type_name(record)}'
         return Problem("record.object", wanted)
     if record.get("segments") is None:
         for name in (fields.text, fields.prompt):
@@ -241,7 +247,7 @@ def _no_field(name: str, names: Sequence[str]) -> Problem:
 
 
 def _not_text(name: str, value: object) -> Problem:
-    return Problem("record.text", f"field {name!r} is {_type(value)}; a string is needed")
+    return Problem("record.text", f"field {name!r} is {type_name(value)}; a string is needed")
 
 
 _TYPE_NAMES: dict[type, str] = {
@@ -255,7 +261,7 @@ _TYPE_NAMES: dict[type, str] = {
 }
 
 
-def _type(value: object) -> str:
+def type_name(value: object) -> str:
     return _TYPE_NAMES.get(type(value), type(value).__name__)
 
 
@@ -292,6 +298,13 @@ def documents(sources: Sequence[TextSource], fields: Fields, *, decode: bool, me
         raise UserError(problems)
 
 
+UNREADABLE = (OSError, EOFError, zlib.error)  # the last two: a damaged or cut-off gzip file
+
+
+def unreadable(path: Path, error: Exception) -> Problem:
+    return Problem("file.read", f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
 def _items(
     sources: Sequence[TextSource], fields: Fields, *, decode: bool, meter: Meter
 ) -> Iterator[TextPiece | Problem]:
@@ -305,9 +318,8 @@ def _items(
                     yield from read_jsonl(source.path, stream, fields, meter)
                 else:
                     yield from _read_text(source.path, stream, decode=decode, meter=meter)
-        except (OSError, EOFError, zlib.error) as error:  # the last two: a damaged or cut-off gzip file
-            why = getattr(error, "strerror", None) or error
-            yield Problem("file.read", f"{source.path} cannot be read: {why}")
+        except UNREADABLE as error:
+            yield unreadable(source.path, error)
 
 
 def _read_text(path: Path, stream: IO[bytes], *, decode: bool, meter: Meter) -> Iterator[TextPiece | Problem]:

@@ -7,7 +7,8 @@
     valid-00000.*           the held-out documents, if any were asked for
     tokenizer.json          a copy of the tokenizer, if it is not bytes
 
-A document never spans two shards, and every document ends with the end-of-document token.
+A document never spans two shards, and every document ends with the end-of-document token; but a conversation, which
+ends as its template has it.
 """
 
 import hashlib
@@ -66,12 +67,19 @@ class DataIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int
     valid: float
     splits: dict[str, list[DataShard]]
+    # Of conversations, sha256 of the template; not written of anything else, whose seals have always been without it.
+    chat_template: str | msgspec.UnsetType = msgspec.UNSET
     seal: str = ""  # sha256 of all of this with an empty seal
 
     def files(self) -> list[DataFile]:
         """Every file that the directory must hold besides the index."""
         shards = [file for split in self.splits.values() for shard in split for file in shard.files()]
         return [*shards, *([self.tokenizer_file] if self.tokenizer_file else [])]
+
+    @property
+    def chats(self) -> bool:
+        """Whether its documents are conversations."""
+        return isinstance(self.chat_template, str)
 
     @property
     def bytes(self) -> int:
@@ -94,6 +102,10 @@ class DataIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             (0 <= self.valid < 1, f"valid={self.valid} is not a fraction from 0 to below 1"),
             (-(1 << 63) <= self.seed < 1 << 63, f"seed={self.seed} does not fit in 64 bits"),
             (bool(self.splits.get("train")), "it has no shard of the train split"),
+            (
+                not isinstance(self.chat_template, str) or bool(_SHA256.fullmatch(self.chat_template)),
+                f"chat_template={self.chat_template!r} is not 64 hexadecimal digits",
+            ),
         ]
         yield from (problem for holds, problem in rules if not holds)
         for split, shards in self.splits.items():

@@ -14,7 +14,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.data.chat_template import ChatTemplate
+from fivefold.data.chats import check_kinds, check_options, encode_chats, with_places
 from fivefold.data.documents import Fields, documents
 from fivefold.data.index import (
     CHUNK_BYTES,
@@ -54,7 +56,10 @@ _ONES_AT_ONCE = 1 << 20  # how many ones of a late loss mask are written at a ti
 class Sink:
     """Writes a directory of tokens."""
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer, shard_tokens: int, seed: int, valid: float):
+    def __init__(
+        self, directory: Path, tokenizer: Tokenizer, shard_tokens: int, seed: int, valid: float, template: str = ""
+    ):
+        self._template = template  # sha256 of what conversations were rendered with
         self._directory, self._tokenizer, self._seed, self._valid = directory, tokenizer, seed, valid
         self._dtype = "uint16" if tokenizer.vocab <= 1 << 16 else "uint32"
         little = np.dtype(self._dtype).newbyteorder("<")
@@ -62,6 +67,8 @@ class Sink:
         self._begins = True  # whether the next piece begins a document
         self._least = 1.0  # the smallest draw: a `valid` above it would hold something out
         self.documents, self.tokens = [0, 0], [0, 0]  # of train, of valid
+        self.loss_tokens = self.longest = 0  # of both
+        self._open_tokens = 0  # of the document that the last batch left open
 
     def write(self, batch: Encoded) -> None:
         """Append a batch; its first piece may go on with the document that the last batch left open."""
@@ -81,6 +88,10 @@ class Sink:
             writer.write(tokens, starts, None if carries.all() else np.repeat(carries, lengths))
             self.documents[place] += len(starts)
             self.tokens[place] += len(tokens)
+        self.loss_tokens += int(batch.lengths[batch.loss].sum())
+        sizes = np.diff(np.cumsum(batch.lengths)[batch.ends], prepend=-self._open_tokens)
+        self.longest = max(self.longest, int(sizes.max(initial=0)))
+        self._open_tokens += int(batch.lengths.sum()) - int(sizes.sum())
 
     def finish(self) -> None:
         """Write the index: from now on the directory is complete."""
@@ -97,6 +108,7 @@ class Sink:
             seed=self._seed,
             valid=float(self._valid),  # as it is read: 0 and 0.0 are sealed differently
             splits={split: shards for split, shards in splits.items() if shards},
+            chat_template=self._template or msgspec.UNSET,
         )
         text = msgspec.json.format(msgspec.json.encode(index.sealed()), indent=1)
         file = HashedFile(self._directory / INDEX_FILE)
@@ -241,6 +253,8 @@ class PrepareSummary:
     out: Path
     documents: int  # in both splits
     tokens: int
+    loss_tokens: int  # those that carry loss
+    longest: int  # tokens of the longest document
     valid_documents: int
     valid_tokens: int
     empty_documents: int  # held no text, and were left out
@@ -270,6 +284,9 @@ def prepare(
     seed: int = 0,
     overwrite: bool = False,
     progress: Report = quiet,
+    chat: bool = False,
+    chat_template: Path | None = None,
+    date: str = "",
 ) -> PrepareSummary:
     """Tokenize files into the directory `out`, which appears when it is complete.
 
@@ -277,7 +294,10 @@ def prepare(
     followed by the end-of-document token. `valid` is the fraction of documents held out, by a hash of (seed, ordinal
     of the document). `progress` is told (bytes read, bytes in all) after every batch; `progress.bar` makes one.
 
-    How records mask the loss is told in `records`: segments and prompts are tokenized separately. Texts above
+    With `chat`, each line of JSONL is a conversation, which the tokenizer's own chat template renders, or
+    `chat_template`; a `date` is what templates write that ask for today's (`data/chats.py`).
+
+    How records mask the loss is told in `data/documents.py`: segments and prompts are tokenized separately. Texts above
     a quarter of a million characters are tokenized in parts that end at line ends.
 
     What limits the speed: for bytes, flushing to the disk and SHA-256 (text), or parsing and copying strings on one
@@ -289,20 +309,29 @@ def prepare(
     inputs, out = [Path(path) for path in inputs], path_of(out)
     problems: list[str] = []  # each check runs whatever the others found, so that all problems are told together
     _collect_problems(problems, lambda: _check_options(text_field, prompt_field, valid, shard_tokens, seed))
+    _collect_problems(problems, lambda: check_options(prompt_field, chat_template, date, chat=chat))
     _collect_problems(problems, lambda: check_free(out, overwrite=overwrite))
     sources = _collect_problems(problems, lambda: find_sources(inputs, out))
     encoder = _collect_problems(problems, lambda: load_tokenizer(tokenizer, eos))
     if sources is None or encoder is None or problems:
         raise UserError(problems)
 
-    meter = Meter()
+    meter, template = Meter(), None
     total = sum(source.size for source in sources)
-    stream = documents(sources, Fields(text_field, prompt_field), decode=encoder.decode, meter=meter)
-    with (
-        staging_directory(out, overwrite=overwrite) as directory,
-        closing(Sink(directory, encoder, shard_tokens, seed, valid)) as sink,
-    ):
-        for batch in encode_stream(stream, encoder, meter):
+    with ExitStack() as stack:
+        if chat:
+            tokens = with_places(encoder)
+            check_kinds(sources)
+            template = stack.enter_context(closing(ChatTemplate.of(tokens.path, chat_template, date)))
+            batches = encode_chats(sources, template, tokens, meter)
+        else:
+            stream = documents(sources, Fields(text_field, prompt_field), decode=encoder.decode, meter=meter)
+            batches = encode_stream(stream, encoder, meter)
+        directory = stack.enter_context(staging_directory(out, overwrite=overwrite))
+        made_with = template.sha256 if template else ""
+        sink = stack.enter_context(closing(Sink(directory, encoder, shard_tokens, seed, valid, made_with)))
+        stack.enter_context(closing(batches))  # its thread has ended when the template's process is
+        for batch in batches:
             sink.write(batch)
             progress(batch.read, total)
         sink.finish()
@@ -310,6 +339,8 @@ def prepare(
         out=out,
         documents=sum(sink.documents),
         tokens=sum(sink.tokens),
+        loss_tokens=sink.loss_tokens,
+        longest=sink.longest,
         valid_documents=sink.documents[1],
         valid_tokens=sink.tokens[1],
         empty_documents=meter.empty,

@@ -65,6 +65,7 @@ class Splits:
     valid: TokenRow | None  # documents kept apart for evaluations, if any
     fingerprint: str  # of all tokens: a run goes on with no others
     where: str = ""  # they come from, for who reads it
+    notes: tuple[str, ...] = ()  # what of the data is not trained on: a run says it before its first step
 
     @property
     def rows(self) -> dict[str, TokenRow]:

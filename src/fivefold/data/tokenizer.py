@@ -1,6 +1,6 @@
 """Text to token ids, a batch at a time: bytes, which need nothing, or a Hugging Face `tokenizers` file."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import repeat
 from pathlib import Path
@@ -20,6 +20,7 @@ from fivefold.support.text import did_you_mean, either
 
 BATCH_CHARACTERS = 4 << 20  # characters at a time: enough work for many cores, little enough to hold three times
 BATCH_PIECES = 8192
+SETTINGS_FILE = "tokenizer_config.json"
 # The names under which published tokenizers keep their end of document, most telling first.
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<EOS>", "[EOS]", "<｜end▁of▁sentence｜>")
 
@@ -91,6 +92,7 @@ class FileTokenizer:
     decode = True
 
     def __init__(self, path: Path, eos: str | int | None):
+        self.path = path
         self.file: Path | None = path
         self.name = path.name
         self._tokenizer = _read(path)
@@ -105,6 +107,16 @@ class FileTokenizer:
         """No special tokens are added; those that the text itself spells out are recognised, as chat templates need."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return lambda: self._join(encodings, ends)
+
+    def encode_with_places(self, texts: list[str]) -> Iterator[tuple[NDArray[np.generic], NDArray[np.int64]]]:
+        """The ids of each text, and the character at which each of them begins."""
+        import tokenizers
+
+        # A file's own may move a token's begin behind its spaces, across the border of a turn.
+        self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+        for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False):
+            ids, begins = encoding.ids, [begin for begin, _ in encoding.offsets]
+            yield np.fromiter(ids, self._dtype, len(ids)), np.fromiter(begins, np.int64, len(ids))
 
     def _join(self, encodings: Sequence[Any], ends: list[bool]) -> Joined:
         # The library hands ids out as Python lists only: some 70 ns a token, on one core while the others encode.
@@ -160,14 +172,17 @@ def _end(path: Path, eos: str | int | None, names: dict[str, int], added: list[s
 
 def _own_end(directory: Path) -> Iterator[str]:
     """The end token that a Hugging Face model names in its own settings, if there are any."""
-    settings = directory / "tokenizer_config.json"
-    if not settings.is_file():
-        return
-    table = read_json(settings)
-    named = table.get("eos_token") if isinstance(table, dict) else None
+    named = tokenizer_settings(directory).get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
     if isinstance(named, str):
         yield named
+
+
+def tokenizer_settings(directory: Path, name: str = SETTINGS_FILE) -> dict[str, Any]:
+    """What a model's directory says of its tokenizer, if it does."""
+    path = directory / name
+    table = read_json(path, float) if path.is_file() else {}  # transformers writes that texts may have 10^30 tokens
+    return table if isinstance(table, dict) else {}
 
 
 def end_tokens(directory: Path, names: Iterable[str]) -> set[int]:
@@ -196,7 +211,7 @@ class Encoded(NamedTuple):
     read: int  # bytes read from disk so far
 
 
-def encode_stream(stream: Iterator[TextPiece], tokenizer: Tokenizer, meter: Meter) -> Iterator[Encoded]:
+def encode_stream(stream: Iterator[TextPiece], tokenizer: Tokenizer, meter: Meter) -> Generator[Encoded, None, None]:
     """The batches, read and encoded in a background thread: Rust, zlib and file reads leave the interpreter free
     for joining, hashing and writing the batch before."""
 

@@ -233,6 +233,11 @@ class Split(TokenRow):
                 return [(base + tokens[0], base + tokens[1])]
         return []
 
+    def document_starts(self) -> NDArray[np.int64]:
+        """Where every document begins: 8 bytes each."""
+        parts = zip(self._token_bounds, self._shards, strict=False)
+        return np.concatenate([base + shard.document_starts() for base, shard in parts])
+
     def check_documents(self) -> None:
         for shard in self._shards:
             shard.marks  # noqa: B018
@@ -313,6 +318,10 @@ class _OpenShard:
         # Lengths of the documents inside the window, from the borders between them.
         borders = np.concatenate(([begin], starts[first:last], [end]))
         return np.repeat(np.arange(base + first - 1, base + last), np.diff(borders))
+
+    def document_starts(self) -> NDArray[np.int64]:
+        self.marks  # noqa: B018  # they have been looked at
+        return self._starts(0, self._shard.documents)
 
     @cached_property
     def marks(self) -> NDArray[np.int64]:

@@ -12,6 +12,7 @@ import msgspec
 
 from fivefold.data import SOURCES
 from fivefold.data.base import DataSource
+from fivefold.data.packing import PackedDocuments
 from fivefold.data.shards import TokenShards
 from fivefold.job.named_listeners import listener_problems
 from fivefold.job.table import NESTED_KEYS
@@ -183,6 +184,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 "data.seq.positions",
                 f"data.seq={seq} is longer than the {context} learned positions of {self.model.name}; nearest: "
                 f"data.seq={context}",
+            )
+
+        if self.model.positions == "learned" and isinstance(self.data, PackedDocuments):
+            yield Problem(
+                "data.packed.positions",
+                f"data.source=packed puts documents anywhere in a window, and {self.model.name} has learned positions, "
+                "by which a document would read otherwise there than alone; nearest: data.source=tokens",
             )
 
     def _traced(self) -> Iterator[Problem]:

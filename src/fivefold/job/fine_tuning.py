@@ -10,6 +10,7 @@ and would undo what the weights know.
 import math
 from typing import Any
 
+from fivefold.data.packing import PackedDocuments
 from fivefold.data.shards import TokenShards
 from fivefold.data.tokens import TokenStore
 from fivefold.job.config import Job, RunConfig, TrainConfig
@@ -31,10 +32,12 @@ def fine_tuning_job(spec: ModelSpec, dtype: Choice, data: TokenStore | None = No
     seq = min(spec.context, SEQ)
     steps = TrainConfig().steps
     length = "of the data's size nothing is known yet"
+    # By a table of positions a conversation would read otherwise in the middle of a window than alone.
+    packed = data is not None and data.index.chats and spec.positions != "learned"
     if data is not None:
-        tokens = data.split("train").tokens
-        steps = max(1, -(-EPOCHS * tokens // (BATCH * seq)))
-        length = f"{EPOCHS} epochs, as Tulu 3, of {si(tokens)} tokens"
+        row = PackedDocuments(path=str(data.path), seq=seq).open().train if packed else data.split("train")
+        steps = max(1, -(-EPOCHS * row.tokens // (BATCH * seq)))
+        length = f"{EPOCHS} epochs, as Tulu 3, of {si(row.tokens)} tokens"
     choices = {
         "optimizer.lr": Choice(TULU_RATES[size][1], f"Tulu 3 {size}, supervised fine-tuning"),
         "optimizer.betas": Choice((0.9, 0.999), "PyTorch's, as Tulu 3"),
@@ -59,7 +62,7 @@ def fine_tuning_job(spec: ModelSpec, dtype: Choice, data: TokenStore | None = No
     job = Job(
         model=spec,
         layout=Layout(**own["layout"]),
-        data=TokenShards(path=path, **own["data"]),
+        data=(PackedDocuments if packed else TokenShards)(path=path, **own["data"]),
         optimizer=AdamW(**own["optimizer"]),
         train=TrainConfig(**own["train"]),
         run=RunConfig(),

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from fivefold.job.config import SECTIONS, Job
-from fivefold.optim.adamw import AdamW
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.parsing import toml_value
 from fivefold.support.text import printable
 
 LINE_WIDTH = 110
+USUAL_KINDS = {field.name: type(field.default) for field in msgspec.structs.fields(Job)}
 
 
 def to_toml(job: Job) -> str:
@@ -87,8 +87,9 @@ def _written_settings(job: Job, section: str, why: Mapping[str, str]) -> Iterato
         yield from value.given().items()
         return
     usual = type(value)()
-    if section == "optimizer" and value.name != AdamW().name:
-        yield "name", value.name
+    config = value.__struct_config__
+    if config.tag_field and type(value) is not USUAL_KINDS[section]:  # which optimizer, loss or data source
+        yield config.tag_field, config.tag
     for field in value.__struct_fields__:
         if getattr(value, field) != getattr(usual, field) or f"{section}.{field}" in why:
             yield field, getattr(value, field)

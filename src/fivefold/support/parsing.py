@@ -9,7 +9,7 @@ import os
 import re
 import tomllib
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
@@ -94,9 +94,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         return parse_toml(read_bytes(path, "TOML").decode())
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, numbers: Callable[[str], Any] = int) -> Any:
+    """`numbers` reads whole ones: `float`, where some are too long and none matters."""
     with parsing(path, "JSON"):
-        return parse_json(read_bytes(path, "JSON"))
+        return parse_json(read_bytes(path, "JSON"), numbers)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -119,9 +120,9 @@ def toml_value(value: Any) -> str:
     return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, numbers: Callable[[str], Any] = int) -> Any:
     """Parse JSON; raises errors that `parsing` turns into sentences."""
-    return _check_nesting(json.loads(text))
+    return _check_nesting(json.loads(text, parse_int=numbers))
 
 
 def _check_nesting(parsed: Any) -> Any:

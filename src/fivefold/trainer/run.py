@@ -231,6 +231,8 @@ class _RankRun:
         leaving.callback(self.checkpointing.close)
         if self.world.rank == 0:
             show_job(self.console, job, mesh)
+            for sentence in self.sources.notes:
+                self.note(sentence)
         for sentence in before_step_1(job, mesh, control):
             self.note(sentence)
 
