@@ -223,10 +223,19 @@ def _too_much(sent: Sequence[LabMessage], needed: Sequence[LabMessage] | None) -
     own, least = wire_of(sent), wire_of(needed)
     if own > least:
         times = f"{float(own / least):.3g} x the bytes of {told(needed)}" if least else "and nothing is needed"
-        return [f"the numbers are right, but a rank sends {told(sent)}, {times}"]
+        return [f"the numbers are right, but a rank sends {told(sent)}, {times}{_half(sent, needed)}"]
     if len(sent) > len(needed):
         return [f"the numbers are right, but a rank sends {told(sent)} where {told(needed)} are enough"]
     return []
+
+
+def _half(sent: Sequence[LabMessage], needed: Sequence[LabMessage]) -> str:
+    """What to call in place of an all-reduce of which a part is used."""
+    more, fewer = (
+        sum(one.kind == kind for one in sent) - sum(one.kind == kind for one in needed)
+        for kind in ("all-reduce", "reduce-scatter")
+    )
+    return ": a reduce-scatter is enough here, since each rank uses its part of the sum" if more > 0 > fewer else ""
 
 
 @contextmanager
