@@ -156,6 +156,40 @@ def probe(layout: Mapping[str, Any], name: str, tensor: Tensor) -> None:
             np.save(file, tensor.detach().numpy())
 
 
+def run_through(layout: Mapping[str, Any], module: nn.Module, methods: Mapping[str, str], *given: Any) -> Any:
+    """What a module's `forward` gives. `methods` it has to call: by name, under which what they give is kept, or "".
+
+    They stand around its methods while it runs, so that what is compared is what the training of a model would call.
+    """
+    own, called = vars(module), set[str]()
+    before = {name: own[name] for name in methods if name in own}
+
+    def around(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            found = method(*args, **kwargs)
+            called.add(name)
+            if methods[name]:
+                probe(layout, methods[name], found)
+            return found
+
+        return run
+
+    for name in methods:
+        method = getattr(module, name, None)
+        expect(callable(method), f"{type(module).__name__}.{name} is {kind_of_value(method)}", "what forward calls")
+        own[name] = around(name, method)  # type: ignore[arg-type]
+    try:
+        output = module(*given)
+    finally:
+        for name in methods:
+            del own[name]
+        own.update(before)
+    left_out = [name for name in methods if name not in called]
+    calls = f"forward of {type(module).__name__} never calls {', '.join(left_out)}"
+    expect(not left_out, calls, "the one of the starter, which calls " + ", ".join(methods))
+    return output
+
+
 def expect(holds: bool, found: str, wanted: str) -> None:
     """Refuse what an answer returns."""
     if not holds:
