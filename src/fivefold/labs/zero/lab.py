@@ -95,6 +95,11 @@ LAB = Lab(
     ),
     (
         Hint((LAYER,), "the shards of the weight are joined in the order of ranks, without what padded them"),
+        Hint(
+            ("invalid gradient",),
+            "the gradient of a shard has the shape of the shard: reduce-scatter that of the whole weight, and leave "
+            "the padding out",
+        ),
         Hint(("raised RuntimeError", "size"), _REMAINDER),
         Hint(("raised RuntimeError", "shape"), _REMAINDER),
         Hint(("held by no rank",), _REMAINDER),
