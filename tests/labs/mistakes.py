@@ -169,7 +169,7 @@ ZERO = rows_of(
      ["invalid gradient at index 1", "the gradient of a shard has the shape of the shard"]),
     ("no update of the others", [("        whole = gathered(self.shard.detach(), self.size, self.group)\n",
       "        whole = torch.cat([one.detach().reshape(-1) for one in self.parameters])\n        first, end = bounds(self.size, dist.get_world_size(self.group), dist.get_rank(self.group))\n        whole[first:end] = self.shard.detach()\n")],
-     ["parameters after the update are not", "gives all ranks the updated shards"]),
+     ["ranks have different weights after the step: each has updated only its shard, and nobody gathers"]),
     ("a mean twice", [("    return own[: end - first] / ranks", "    return own[: end - first] / ranks**2")], ["parameters move x 0.5", "the gradient of a shard is the mean over ranks"]),
     ("no reduction", [("    dist.reduce_scatter(own, parts, group=group)\n", "    own.copy_(parts[dist.get_rank(group)])\n")], ["by the mean of all ranks' gradients"]),
     ("equal parts where they are unequal", [("    small, more = divmod(size, ranks)\n    first = rank * small + min(rank, more)\n    return first, first + small + (rank < more)", "    most = -(-size // ranks)\n    return rank * most, min(size, (rank + 1) * most)")], ["the shards of the weight are joined in the order of ranks, without what padded them"]),

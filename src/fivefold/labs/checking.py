@@ -178,7 +178,7 @@ def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path, at: Path) -
     elif proof.broken:
         problems = [_hinted(lab, case, ended(broken_proof(proof), lab.file, at, messages)), *on_the_way]
     elif not proof.passed:
-        problems = on_the_way or _causes(lab, case, proof)
+        problems = on_the_way or _causes(lab, case, proof, messages)
     elif lost := unwritten(messages):
         problems = [lost]
     else:
@@ -190,9 +190,9 @@ def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path, at: Path) -
     return Outcome(case, proof, tuple(problems), sent)
 
 
-def _causes(lab: Lab, case: Case, proof: LayoutProof) -> list[str]:
+def _causes(lab: Lab, case: Case, proof: LayoutProof, messages: Sequence[Sequence[LabMessage]]) -> list[str]:
     """Why gradients differ, in the words of the lab, or in general ones."""
-    if case.diagnose and (text := case.diagnose(proof.failed)):
+    if case.diagnose and (text := case.diagnose(proof.failed, messages)):
         return [_hinted(lab, case, text)]
     if (worst := max(one.error for one in proof.failed)) <= SMALL:
         names = listed([one.name or one.quantity for one in proof.failed])

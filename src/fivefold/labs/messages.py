@@ -15,9 +15,10 @@ PROGRESS = "FIVEFOLD_LAB_PROGRESS"  # and where each of them writes what it is a
 IMPORTS, BUILDS, STEPS = "imports", "builds", "steps"
 DIRECT = ("send", "receive")
 BARRIER = "barrier"
+APART = "apart"
 # The end; all gradients are there; elements of an optimizer's state, as payload; a stage's forward and its backward; a
-# wait for a collective.
-MARKS = ("end", "backward", "state", "F", "B", "wait")
+# wait for a collective; weights that differ from rank to rank after an update.
+MARKS = ("end", "backward", "state", "F", "B", "wait", APART)
 
 
 class LabMessage(NamedTuple):

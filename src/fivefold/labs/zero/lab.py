@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from fivefold.foreign.compare import Deviation
 from fivefold.labs.lab import F64, Case, Hint, Lab, along
-from fivefold.labs.messages import LabMessage
+from fivefold.labs.messages import APART, MARKS, LabMessage
 
 SAMPLES = 8  # of the batch
 STAGE_1, STAGE_3 = (5, 9, 2), (5, 9, 3)  # widths of two layers without biases: no sum and no size is even
@@ -64,8 +64,19 @@ _REMAINDER = (
 )
 
 
-def last_elements(failed: Sequence[Deviation]) -> str:
-    """Whether an update leaves out what remains of a division."""
+def of_update(failed: Sequence[Deviation], messages: Sequence[Sequence[LabMessage]]) -> str:
+    """What an update leaves out: the shards of others, or what remains of a division."""
+    return _not_gathered(messages) or _last_elements(failed)
+
+
+def _not_gathered(messages: Sequence[Sequence[LabMessage]]) -> str:
+    kinds = {one.kind for of_rank in messages for one in of_rank}
+    if APART in kinds and len(kinds.difference(MARKS)) == 1 and kinds & {"reduce-scatter", "all-reduce"}:
+        return "ranks have different weights after the step: each has updated only its shard, and nobody gathers"
+    return ""
+
+
+def _last_elements(failed: Sequence[Deviation]) -> str:
     [size] = sizes_of(STAGE_1)[-1:]
     first_step = [one for one in failed if one.step == 1]
     if [(one.quantity, one.name) for one in first_step] != [("parameter", "second.weight")]:
@@ -89,7 +100,7 @@ LAB = Lab(
             "ZeRO 1: 63 elements",
             of_stage_1,
             judge=sharded_state,
-            diagnose=last_elements,
+            diagnose=of_update,
         ),
         Case("stage3", ("dp=2", "dp=4", "dp=2,groups=2"), "ZeRO 3: 45 and 27 elements", of_stage_3, {LAYER: 0}, freed),
     ),
