@@ -104,10 +104,12 @@ class LabCheck(Result):
         yield Table(["~case", "layout", "~a rank sends", ""], rows, title=self.lab.title)
         said: list[str] = []
         for one in self.outcomes:
-            for problem in one.problems:
-                if problem not in said:  # the same in several layouts
-                    yield Text(f"{one.case.model}, {layout_text(one.proof.layout)}: {problem}", "bad")
-                    said.append(problem)
+            new = [problem for problem in one.problems if problem not in said]  # and not the same in several layouts
+            if new:
+                yield Text(f"{one.case.about} ({layout_text(one.proof.layout)})")
+            for problem in new:
+                yield Text(problem, "bad")
+            said += new
         for remark in self.remarks:
             yield Text(remark)
         yield Text(self.summary, "good" if self.ok else "bad")
@@ -211,7 +213,9 @@ def _hinted(lab: Lab, case: Case, text: str, likely: str = "") -> str:
     likely = "" if likely == OTHER_TOKENS else likely  # of whole models; a lab that has it in mind says it itself
     hints = (*case.hints, *lab.hints)
     hint = next((hint.sentence for hint in hints if all(word in text for word in hint.words)), likely)
-    return f"{text}: {hint}" if hint else text
+    if ": " not in text:
+        return f"{text}: {hint}" if hint else text
+    return f"{text}. {hint[:1].upper()}{hint[1:]}" if hint else text  # and not a third part after a second colon
 
 
 def _too_much(sent: Sequence[LabMessage], needed: Sequence[LabMessage] | None) -> list[str]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.foreign.adapter import AdapterFile, import_adapter, product
+from fivefold.labs.ends import line_of
 from fivefold.labs.groups import GROUPS, groups_of
 from fivefold.labs.messages import ANSWER, BARRIER, BUILDS, FOLDER, IMPORTS, PROGRESS, STEPS, LabMessage
 from fivefold.labs.probes import ALONE, file_of
@@ -88,7 +89,7 @@ def own_errors(file: Path | None = None) -> Iterator[None]:
 
 def _where(error: BaseException, file: Path) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    return f"{frames[-1].name} ({file.name}, line {frames[-1].lineno})" if frames else file.name
+    return line_of(frames[-1].name, file.name, frames[-1].lineno) if frames else file.name
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------

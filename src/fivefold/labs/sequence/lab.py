@@ -27,7 +27,10 @@ LAB = Lab(
         Case("eight", ("tp=4",), "eight tokens", needs, _PROBES),
     ),
     (
-        Hint((GATHERED, "tokens in another order"), "tokens are joined in dimension 1; torch's collectives join dimension 0"),
+        Hint(
+            (GATHERED, "tokens in another order"),
+            "tokens are joined in dimension 1; torch's collectives join dimension 0",
+        ),
         Hint((GATHERED, "shape"), "all ranks' tokens are gathered along dimension 1"),
         Hint(
             (OUTPUT, "differs"),

@@ -97,12 +97,12 @@ LAB = Lab(
         Case(
             "stage1",
             ("dp=2", "dp=4", "dp=2,groups=2"),
-            "ZeRO 1: 63 elements",
+            "ZeRO 1, 63 elements",
             of_stage_1,
             judge=sharded_state,
             diagnose=of_update,
         ),
-        Case("stage3", ("dp=2", "dp=4", "dp=2,groups=2"), "ZeRO 3: 45 and 27 elements", of_stage_3, {LAYER: 0}, freed),
+        Case("stage3", ("dp=2", "dp=4", "dp=2,groups=2"), "ZeRO 3, 45 and 27 elements", of_stage_3, {LAYER: 0}, freed),
     ),
     (
         Hint((LAYER,), "the shards of the weight are joined in the order of ranks, without what padded them"),
