@@ -3,7 +3,7 @@
 # make test    lint, types and all tests but the slow ones: what must hold before a change lands.
 # make docs    the documentation as a site, in build/site: open build/site/index.html.
 # make prove   the long proofs; make wheel-test: the package in a clean environment; make cluster-test: runs on two hosts
-#              and on Slurm; make gpu-test: CUDA and NCCL, on one GPU; make extras-test: a server of object storage;
+#              and on Slurm; make gpu-test: CUDA and NCCL, on one GPU; make extras-test: a server of object storage, trackers;
 #              make others-test: other people's training code; make browser-test: the page in a Chromium;
 #              make labs-test: the labs' solutions, mistakes and hostile answers;
 #              make recipes: the jobs of recipes/, dry-run; make contributing: CONTRIBUTING's recipes, followed;
@@ -78,9 +78,9 @@ cluster-test: install
 wheel-test: install
 	$(KEEP) wheel $(PYTHON) tools/wheel_test.py
 
-# A server that speaks S3 and its friends; 130 MB that nobody else needs.
+# A server that speaks S3 and its friends, W&B and MLflow; 300 MB that nobody else needs.
 extras-test: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[s3-test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[s3-test,trackers-test]"
 	$(KEEP) extras $(BIN)/python -m pytest -vv --no-header tests/extras
 
 # The adapters of `verify --adapter` with the released packages, and bugs planted in these; 400 MB that nobody else needs.

@@ -30,6 +30,7 @@ NEED_NOTHING = {
     "goodput": "tiny", "accuracy": "--sources", "launch": "layout=dp=2 --slurm --nodes 2 -o {}/job.sbatch",
     "list models": "", "list accelerators": "", "draw": "1f1b --pp 2 -m 2 --html {}/s.html",
     "compare schedules": "", "compare zero": "tiny", "compare cp": "--seq 4096 --cp 2", "compare mixed": "--help",
+    "compare runs": "{}/a-run {}/b-run",
     "data prepare": "{}/text.txt -o {}/tokens", "data check": "{}/tokens", "checkpoint ls": "{}/empty",
     "inspect": "{}/a-run -o {}/loss.svg --html {}/run.html", "ui": "--help", "lab start": "linear {}/lab", "": "--help",
 }  # fmt: skip
@@ -49,6 +50,7 @@ def of_one_process(folder: Path) -> str:
     asked |= dict.fromkeys((line.replace("{}", str(folder)) for line in ALSO_NEED_TORCH), True)
     asked |= dict.fromkeys(("train --help", "verify --help"), False)
     a_run(folder / "a-run")
+    a_run(folder / "b-run", 12)
     code = f"""
 import sys
 import fivefold as ff

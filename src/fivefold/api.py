@@ -26,6 +26,7 @@ from fivefold.spec.model import ModelSpec as ModelSpec
 from fivefold.spec.presets import models as models
 from fivefold.spec.presets import preset as preset
 from fivefold.support.errors import UserError as UserError
+from fivefold.trainer.compare_runs import compare_runs as compare_runs
 from fivefold.trainer.result import experts as experts
 from fivefold.trainer.start import trace as trace
 from fivefold.trainer.start import train as train

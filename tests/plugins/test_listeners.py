@@ -1,14 +1,20 @@
 """What hears of a run: one of ours and one of a user's own module, on rank 0, whatever it raises."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 import fivefold as ff
-from fivefold.job.listeners import EVENTS, LISTENERS
+from fivefold.job import named_listeners
+from fivefold.job.listeners import EVENTS, ListenerLost, figures_of
+from fivefold.job.named_listeners import LISTENERS
+from fivefold.job.trackers import Tracker
 from fivefold.support.errors import TrainingError, UserError
+from fivefold.trainer.records import Evaluation
 from tests.commands import fivefold
+from tests.web.a_run import step as a_step
 
 NAME = "heard:Heard"
 SMALL = ["data.seq=16", "train.batch=4", "train.steps=4", "train.eval_every=2", "train.eval_samples=2",
@@ -119,3 +125,74 @@ def test_a_name_that_is_none_and_the_short_way(here: Path) -> None:
         ff.read_job(None, ["run.listeners=tensorbord"])
     assert ff.read_job(None, ["run.tensorboard=true"]).run.heard == ["tensorboard"]
     assert set(EVENTS) <= {name for kind in LISTENERS.table.values() for name in dir(kind)}
+
+
+def test_the_example_of_the_page_works_as_written(here: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/plugins.md").read_text()
+    (text,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Lowest" in block)
+    (here / "lowest.py").write_text(text)
+    result = ff.train(None, [*SMALL, "run.listeners=lowest:Lowest"])
+    best = min(result.steps, key=lambda step: step.loss or 0.0)
+    assert (here / "runs/own/lowest.txt").read_text() == f"step {best.step}: {best.loss:.4f}\n"
+
+
+@pytest.mark.parametrize("event", ["start", "step"])
+def test_one_that_a_run_can_do_without_is_said_once(here: Path, plain: list[float | None], event: str) -> None:
+    """At its start too, where what another raises ends the run."""
+    lost = TEXT.replace("import RunListener", "import ListenerLost, RunListener")
+    lost = lost.replace(f'self.write("{event}"', 'raise ListenerLost("the board is off")  # ("')
+    (here / "heard.py").write_text(lost)
+    said: list[str] = []
+    with pytest.raises(TrainingError, match=r"all steps are done, but the board is off\n"):
+        ff.train(None, [*SMALL, "train.steps=2", f"run.listeners={NAME}"], progress=said.append)
+    assert sum("the board is off; training continues without it" in line for line in said) == 1
+    lines = (here / "runs/own/metrics.jsonl").read_text().splitlines()
+    assert [row["loss"] for row in map(json.loads, lines) if row["kind"] == "step"] == plain
+
+
+class Recording(Tracker):
+    """A tracker of this file: what it was told, and what goes wrong."""
+
+    title, name = "Board", "board"
+
+    def open(self, job: object, directory: Path, step: int) -> None:
+        self.told: list[object] = [self.kept(directory)]
+        self.keep(directory, "a-name")
+        if self.title == "Closed":
+            raise SystemExit("no way in\nand more")
+
+    def log(self, step: int, figures: dict[str, float]) -> None:
+        self.told.append((step, *figures))
+        if "train/loss" not in figures:
+            raise OSError("the line is cut.")
+
+    def finish(self, *, complete: bool) -> None:
+        self.told.append(complete)
+
+
+def test_a_tracker_works_beside_the_run_and_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, step = ff.read_job(None, ["train.steps=2"]), a_step(2)
+    board = Recording()
+    board.start(job, tmp_path, 0)
+    board.step(step)
+    board.end(2)
+    assert board.told == [None, (2, *figures_of(step)), True]
+    (tmp_path / "board.id").write_text("../etc\n")  # no name of a run
+    again = Recording()
+    again.start(job, tmp_path, 2)
+    again.evaluation(Evaluation(step=2, held_out_loss=1.0, samples=1, loss_tokens=1))
+    with pytest.raises(ListenerLost, match=r"^Board takes no figures: the line is cut$"):
+        again.end(2)
+    assert again.told[0] is None
+    third = Recording()
+    monkeypatch.setattr(Recording, "title", "Closed")
+    with pytest.raises(ListenerLost, match=r"^Closed takes no figures: no way in$"):
+        third.start(job, tmp_path, 2)
+    assert third.told == ["a-name"]
+
+
+def test_a_package_that_is_not_installed_is_refused_before_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(named_listeners, "not_installed", lambda name: name != "tensorboard")
+    problems = list(named_listeners.missing_packages(["tensorboard", "wandb", "mlflow", NAME]))
+    assert [problem.code for problem in problems] == ["install.wandb", "install.mlflow"]
+    assert problems[0] == 'the listener wandb needs wandb: pip install "fivefold[wandb]"'

@@ -32,8 +32,11 @@ from fivefold.spec.presets import preset
 from fivefold.support.files import File
 from fivefold.tracing.result import TraceResult
 from fivefold.tracing.summary import TraceSummary
-from fivefold.trainer.records import Evaluation, Load, Step
+from fivefold.trainer.compare_runs import RunsResult
+from fivefold.trainer.parting import ComparedFigures
+from fivefold.trainer.records import Digest, Digests, Evaluation, Load, Step
 from fivefold.trainer.result import ExpertsResult, TrainResult
+from fivefold.trainer.run_settings import Setting
 from fivefold.verifier.cases import LayoutCase
 from fivefold.verifier.compare import ValueComparison
 from fivefold.verifier.result import VerifyResult
@@ -156,6 +159,23 @@ def trained() -> TrainResult:
         for at in range(1, 40)
     ]  # fmt: skip
     return TrainResult(Path("runs/demo"), steps, Evaluation(step=39, held_out_loss=2.5, samples=8, loss_tokens=512))
+
+
+def compared_runs(same: bool = False) -> RunsResult:
+    first, figures = trained().steps, ComparedFigures("float32", bits=False)
+    second = [msgspec.structs.replace(one, loss=one.loss and one.loss * (1 if same else 1.01)) for one in first[:30]]
+    name, step = "layers.117.mlp.experts.gate_and_up.weight as the model has it", 12
+    for a, b in zip(first, second, strict=False):
+        figures.see_step(a, b)
+    if not same:
+        figures.see_digests(
+            Digests(step=step, parameters={name: Digest("0" * 16, 2.0, (1.0, 2.0))}),
+            Digests(step=step, parameters={name: Digest("1" * 16, 2.0, (1.1, 2.0))}, unequal=[name]),
+        )
+    settings = [Setting("model.experts.top_groups", (list(range(40)), None), "the model"),
+                Setting("checkpoint.every", (1, 2), "nothing")]  # fmt: skip
+    where = Path("runs/a-long-name-of-a-run"), Path("runs/b")
+    return RunsResult(where, (first, second), figures, [] if same else settings, same, ["a note"])
 
 
 def loaded() -> ExpertsResult:

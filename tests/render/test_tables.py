@@ -208,6 +208,8 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "CheckpointContents": by_hand.held,
     "CheckpointCheck": by_hand.checked,
     "TrainResult": by_hand.trained,
+    "RunsResult": by_hand.compared_runs,
+    "RunsResult of the same": lambda: by_hand.compared_runs(same=True),
     "ExpertsResult": by_hand.loaded,
     "InspectResult": lambda: InspectResult(by_hand.trained(), by_hand.loaded(), by_hand.held(), ("a note",)),
     "CalibrationResult": by_hand.calibrated,

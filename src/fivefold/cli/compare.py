@@ -1,4 +1,4 @@
-"""`fivefold compare`: ZeRO stages, kinds of context parallelism, and schedules, also on heterogeneous clusters."""
+"""`fivefold compare`: two runs; ZeRO stages, kinds of cp, and schedules, also on heterogeneous clusters."""
 
 from typing import Annotated
 
@@ -6,13 +6,25 @@ import typer
 
 from fivefold.cli.completion import models
 from fivefold.cli.draw import Chunks, Group, Memory, Overlap, Sends, Slow, TimesText
-from fivefold.cli.options import Batch, Json, ModelWords, Output, Seq, Software, command, options_given, refuse
+from fivefold.cli.options import (
+    DRAWABLE_SUFFIXES,
+    Batch,
+    Json,
+    ModelWords,
+    Output,
+    Picture,
+    Seq,
+    Software,
+    command,
+    options_given,
+    refuse,
+)
 from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.render.blocks import TEXT_SUFFIXES, show
 from fivefold.support.errors import UserError
 from fivefold.support.text import whole_number
 
-SHORT = "Compare ZeRO stages, kinds of cp, schedules.  [dim]fivefold compare schedules --pp 8 --microbatches 32[/]"
+SHORT = "Compare runs, ZeRO stages, cp, schedules.  [dim]fivefold compare runs runs/before runs/after[/]"
 app = typer.Typer(
     cls=ExplainsUnknown, no_args_is_help=True, rich_markup_mode="rich", help="Compare alternatives side by side."
 )
@@ -256,3 +268,29 @@ def schedules(
         overlap=overlap,
     )
     show(result, as_json=as_json, output=output)
+
+
+_Run = Annotated[str, typer.Argument(help="A run's directory.", show_default=False)]
+
+
+@command(app, "runs", "Where two runs part.  [dim]fivefold compare runs runs/before runs/after[/]", DRAWABLE_SUFFIXES)
+def runs(first: _Run, second: _Run, output: Picture = None, as_json: Json = False) -> None:
+    """Where two runs part: the first step whose loss, gradient norm or parameters differ, and by how much.
+
+    Runs of one layout, of the same settings and versions, compute the same bits, so any
+    difference is real. Runs of two layouts round otherwise: a difference is real if it is
+    larger than rounding makes it at once, and 30 times as large as any before. Parameters are
+    compared if both runs had train.digest=true. Settings and versions that differ are listed,
+    with what they can change. Exit code 1: the two part.
+
+    [dim]Examples:[/]
+
+      fivefold compare runs runs/before runs/after
+
+      fivefold compare runs runs/demo runs/demo-2 -o parting.svg
+
+      fivefold compare runs runs/one runs/tp2 --json
+    """
+    from fivefold.trainer.compare_runs import compare_runs
+
+    show(compare_runs(first, second), as_json=as_json, output=output)

@@ -13,7 +13,7 @@ import msgspec
 from fivefold.data import SOURCES
 from fivefold.data.base import DataSource
 from fivefold.data.shards import TokenShards
-from fivefold.job.listeners import listener_problems
+from fivefold.job.named_listeners import listener_problems
 from fivefold.job.table import NESTED_KEYS
 from fivefold.layout.layout import Layout
 from fivefold.losses import LOSSES
@@ -58,6 +58,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     eval_samples: NoneOrMore = 64  # held-out sequences per evaluation
     log_every: Steps = 10  # steps between printed lines where there is no terminal
     count: bool = False  # count bytes held and sent, and FLOPs, in the second step, and print them at the end
+    digest: bool = False  # writes a digest of every parameter after each step, for `fivefold compare runs`
     timeout: Annotated[float, within(0.001, MAX_SECONDS)] = 600.0  # seconds that a rank waits for another
 
 
@@ -106,7 +107,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     name: str = ""  # empty: the job file's, or "run"
     dir: str = "runs"  # the run's own directory is made inside, and found there to resume from its last checkpoint
     tensorboard: bool = False  # a short way to write listeners = ["tensorboard"]
-    listeners: tuple[str, ...] = ()  # what hears of the run: tensorboard, or package.module:Name (docs/plugins.md)
+    listeners: tuple[str, ...] = ()  # tensorboard, wandb, mlflow, or package.module:Name (docs/plugins.md)
     weights: str = ""  # a checkpoint, or a run's newest, whose weights a new run starts from; empty: random ones
     cluster: str = ""  # what the job was planned for, such as 8x8xH100: `launch` asks for it, `doctor` compares with it
 

@@ -2,23 +2,25 @@
 
     fivefold train job.toml run.listeners=tensorboard,my_package.heard:Heard
 
-A listener is a subclass of `RunListener`, and an entry of the table here; or a class of a module of a user's own. It is
-made without arguments. What it raises before the first step ends the run there; later it is said once, the listener is
-told no more, and the run, which trains on as it would have without it, ends with exit code 1.
+A listener is a subclass of `RunListener`, and an entry of the table in `named_listeners.py`; or a class of a user's own
+module. It is made without arguments. What it raises before the first step ends the run there, unless it is
+`ListenerLost`; later it is said once, the listener is told no more, and the run, which trains on as it would have
+without it, ends with exit code 1.
 """
 
 import inspect
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from fivefold.support.errors import UserError
-from fivefold.support.plugins import Registry
+
+class ListenerLost(Exception):
+    """What a listener raises that a run can do without, also at its start: a sentence that stands alone."""
 
 
 class RunListener:
@@ -52,6 +54,16 @@ class RunListener:
             yield f"takes {', '.join(needed)} to be made, and a listener is made without arguments"
         if all(getattr(kind, method) is getattr(RunListener, method) for method in EVENTS):
             yield f"has none of the methods {', '.join(EVENTS)}"
+
+
+def figures_of(record: Any) -> dict[str, float]:
+    """What a tracker shows of a step, by name."""
+    names = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory")
+    figures = {f"train/{name}": getattr(record, name) for name in names}
+    if record.load is not None:
+        loads = msgspec.to_builtins(record.load).items()
+        figures |= {f"load/{name}": value for name, value in loads if name != "tokens"}
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 EVENTS = ("start", "step", "evaluation", "decision", "checkpoint", "end")
@@ -89,13 +101,7 @@ class TensorBoard(RunListener):
         self._write(step=step, summary=Summary(value=named))
 
     def step(self, record: Any) -> None:
-        names = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory")
-        figures = {f"train/{name}": getattr(record, name) for name in names}
-        if record.load is not None:
-            figures |= {
-                f"load/{name}": value for name, value in msgspec.to_builtins(record.load).items() if name != "tokens"
-            }
-        self._scalars(record.step, {name: value for name, value in figures.items() if value is not None})
+        self._scalars(record.step, figures_of(record))
 
     def evaluation(self, record: Any) -> None:
         self._scalars(record.step, {"held_out/loss": record.held_out_loss})
@@ -108,22 +114,3 @@ class TensorBoard(RunListener):
 
     def end(self, step: int) -> None:
         self.file.close()
-
-
-LISTENERS = Registry("run.listeners", RunListener, {"tensorboard": TensorBoard})
-
-
-def listener_problems(names: Sequence[str], *, trusted: bool = False) -> list[str]:
-    """Problems of a job's listeners, which are imported if `trusted`; else, the listeners that were not imported."""
-    problems = []
-    for name in names:
-        try:
-            LISTENERS.named(name, trusted=trusted)
-        except UserError as error:
-            problems += error.coded
-    return problems
-
-
-def names_in(value: Any) -> Sequence[str]:
-    """Of a section's setting, which may be a list or names with commas between them."""
-    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value

@@ -10,6 +10,7 @@ from fivefold.data.rows import Splits
 from fivefold.data.source_check import check
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
+from fivefold.job.named_listeners import missing_packages
 from fivefold.layout.stages import schedule_of
 from fivefold.schedules.check import prove
 from fivefold.support.errors import Problem, UserError, missing_package_sentence, not_installed
@@ -30,9 +31,7 @@ def preflight(job: Job, world: int, progress: Report = quiet) -> Splits:
     problems = job_problems(job, world)
     if not_installed("torch"):
         problems.append(Problem("install.torch", missing_package_sentence("torch")))
-    if "tensorboard" in job.run.heard and not_installed("tensorboard"):
-        how = 'pip install "fivefold[tensorboard]"'
-        problems.append(Problem("install.tensorboard", f"the listener tensorboard needs tensorboard: {how}"))
+    problems += missing_packages(job.run.heard)
     if not problems and job.checkpoint.url and (missing := remote_of(job.checkpoint.url).missing_package_message):
         problems.append(Problem("install.storage", f"checkpoint.url={missing}"))
     try:

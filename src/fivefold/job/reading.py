@@ -15,7 +15,7 @@ import msgspec
 
 from fivefold.job.aliases import apart, dtype_problem, explain
 from fivefold.job.config import NAMED_SECTIONS, SECTION_KEYS, SECTIONS, Job, RunConfig, TrainConfig
-from fivefold.job.listeners import LISTENERS, listener_problems, names_in
+from fivefold.job.named_listeners import LISTENERS, listener_problems, names_in
 from fivefold.job.table import Table, apply, model_of
 from fivefold.layout.layout import Layout, schedule_named
 from fivefold.schedules.info import ScheduleInfo

@@ -38,7 +38,9 @@ RULES = {
     **dict.fromkeys(
         ("train.device", "train.share_gpu", "train.compile", "train.deterministic"), FREE
     ),  # rounding, as layouts do
-    **dict.fromkeys(("train.eval_every", "train.eval_samples", "train.log_every", "train.count"), FREE),  # only look
+    **dict.fromkeys(
+        ("train.eval_every", "train.eval_samples", "train.log_every", "train.count", "train.digest"), FREE
+    ),  # only look
     "train.timeout": FREE,
     "checkpoint": FREE,
     "watch": FREE,  # most only look
@@ -59,7 +61,7 @@ class Change:
     rule: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {_text(self.before)} -> {_text(self.now)}"
+        return f"{self.key}: {text_of(self.before)} -> {text_of(self.now)}"
 
 
 def changes(before: Job, now: Job, tokens: tuple[str, str] = ("", "")) -> list[Change]:
@@ -166,7 +168,8 @@ def _changes_text(differing: list[Change]) -> str:
     return ", ".join(map(str, differing[:_MAX_SHOWN])) + more
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A setting's value in a sentence."""
     if isinstance(value, list | tuple) and value:
         return toml_value(value)
     if value is None or value in ("", [], ()):

@@ -123,9 +123,10 @@ class Weights(Protocol):
         axes += ["tp"] if param.tp.dim is None else []
         return axes + (["embedding"] if param.parameter.tied else [])
 
-    def copies(self, name: str) -> tuple[int, int]:
-        """The index of this rank's copy of a master, and the number of copies: sums over the world count copy 0."""
-        axes = [getattr(self.mesh, axis) for axis in self.replicate_axes(name)]
+    def copies(self, name: str, *, of_weight: bool = False) -> tuple[int, int]:
+        """The index of this rank's copy of a master, and the number of copies: sums over the world count copy 0.
+        `of_weight`: of the weight that the model computes with."""
+        axes = [getattr(self.mesh, axis) for axis in self.replicate_axes(name, of_weight=of_weight)]
         index = 0
         for axis in axes:
             index = index * axis.size + axis.rank

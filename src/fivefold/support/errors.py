@@ -18,9 +18,10 @@ def missing_package_sentence(package: str) -> str:
 
 
 def not_installed(package: str) -> bool:
-    """Whether a package is not installed; nothing is imported."""
+    """Whether a package is not installed; nothing is imported. A folder of its name is no package: W&B makes some."""
     try:
-        return importlib.util.find_spec(package) is None
+        spec = importlib.util.find_spec(package)
+        return spec is None or spec.origin is None
     except ModuleNotFoundError:
         return True
 

@@ -28,6 +28,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero import ZeroBuckets
 from fivefold.support.errors import TrainingError
 from fivefold.trainer.engine import Engine
+from fivefold.trainer.records import AS_THE_MODEL_HAS_IT
 from fivefold.trainer.replica_verdict import (
     Disagreement,
     ReplayDigests,
@@ -218,7 +219,7 @@ def model_weights(engine: Engine) -> list[StateTensor]:
     if not isinstance(weights, ZeroBuckets):
         return []
     return [
-        StateTensor(f"{name} as the model has it", weight, _axes_of(engine, name, full=True))
+        StateTensor(AS_THE_MODEL_HAS_IT.format(name), weight, _axes_of(engine, name, full=True))
         for name, weight in weights.model_weights.items()
         if weight.numel() and not _same_memory(weight, weights.masters[name])
     ]

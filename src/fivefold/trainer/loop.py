@@ -35,7 +35,8 @@ from fivefold.trainer.corruption import Corrupt, CorruptionChecks
 from fivefold.trainer.data_guard import STOP_FOR_DATA, DataGuard
 from fivefold.trainer.engine import Engine
 from fivefold.trainer.ledger import Counted
-from fivefold.trainer.records import Deciding, Evaluation, Listener, Step, StepDecision
+from fivefold.trainer.parameter_digests import ParameterDigests
+from fivefold.trainer.records import Deciding, Digesting, Digests, Evaluation, Listener, Step, StepDecision
 from fivefold.trainer.spikes import Account, Policy, StepNumbers
 from fivefold.trainer.stragglers import Phases, SlowWatch
 
@@ -70,6 +71,8 @@ class Trainer:
         self.account = Account()
         self.corruption = CorruptionChecks(self.engine, mesh, self.account)
         self.corruption.data_failed = lambda: bool(self.guard.unread)
+        self.parameter_digests = ParameterDigests(self.engine, mesh) if job.train.digest else None
+        self.digests: Digests | None = None  # after the last step, on rank 0
         self.decision: StepDecision | None = None  # about the last step
         self.done = 0  # steps of the whole run, including those before the checkpoint that it resumed from
         self.samples = 0  # the samples of the data order that those steps used
@@ -107,6 +110,9 @@ class Trainer:
             self.checkpointing.prepare()
         steps, evaluation, numbers = self.job.train.steps, None, itertools.count(1)
         self.guard.begin(self.done, self.samples)
+        if self.parameter_digests is not None and not self.done:  # the weights that a run starts from
+            self.digests = self.parameter_digests.after(0)
+            self._tell_digests(listeners)
         while self.done < steps:  # once, and once more after each rollback
             with closing(prefetch(self.reads())) as batches:
                 while self.done < steps:
@@ -142,7 +148,14 @@ class Trainer:
         if math.isfinite(record.loss or 0.0) and math.isfinite(record.grad_norm) and not rolls_back:
             for listener in listeners:
                 listener.on_step(record)
+            self._tell_digests(listeners)
         return self.tracer.gather(number, self.engine.schedule)
+
+    def _tell_digests(self, listeners: list[Listener]) -> None:
+        if self.digests is not None:
+            for listener in listeners:
+                if isinstance(listener, Digesting):
+                    listener.on_digests(self.digests)
 
     def _tell_unlearned(self) -> None:
         """Says which parameters of plugins' blocks got no gradient in the first step, on any rank. Collective."""
@@ -265,6 +278,9 @@ class Trainer:
         with self.tracer.update("STEP"), self.phases.of("optimizer"):
             self.engine.step(lr if updates else None, norm)
         self.corruption.after_update(step)
+        if self.parameter_digests is not None:
+            with self.account.of("parameter digests"):
+                self.digests = self.parameter_digests.after(step)
         seconds = time.perf_counter() - start
         tokens = len(batch.samples) * self.job.data.seq
         achieved = tokens * self.job.model.flops_per_token(self.job.data.seq) / seconds

@@ -9,6 +9,8 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -18,14 +20,24 @@ from rich.table import Table
 from rich.text import Text
 
 from fivefold.job.config import Job
-from fivefold.job.listeners import LISTENERS, RunListener
+from fivefold.job.listeners import ListenerLost, RunListener
+from fivefold.job.named_listeners import LISTENERS
 from fivefold.job.toml_writer import to_toml
 from fivefold.support.errors import Problem, TrainingError, UserError
 from fivefold.support.files import cannot_write, put
 from fivefold.support.text import bytes_text, plural, si
 from fivefold.tracing.records import Trace
 from fivefold.tracing.result import TraceFile
-from fivefold.trainer.records import METRICS_FILE, Evaluation, MetricsFile, Step, StepDecision, trim
+from fivefold.trainer.records import (
+    DIGESTS_FILE,
+    METRICS_FILE,
+    Digests,
+    Evaluation,
+    MetricsFile,
+    Step,
+    StepDecision,
+    trim,
+)
 from fivefold.trainer.run_names import read_run_names, write_run_names
 
 Say = Callable[[str], None]
@@ -50,23 +62,33 @@ class Outputs:
             self.describe()
             self.earlier, damaged = trim(metrics, done)
             self.metrics = MetricsFile(metrics, say)
+            trim(directory / DIGESTS_FILE, done)  # also where none are asked for now: what is undone is no longer true
+            self.digests = MetricsFile(directory / DIGESTS_FILE, say) if job.train.digest else None
         except OSError as error:
             raise cannot_write(Path(error.filename or directory), error) from None
         for name in job.run.heard:
-            self.listeners[name] = self._begun(name, job)
+            self._begin(name, job)
         if damaged:
             say(f"{metrics}: {plural(damaged, 'line')}, damaged or half written, left out")
 
-    def _begun(self, name: str, job: Job) -> RunListener:
-        """A listener that has heard of the start; what it raises ends the run before the first step."""
+    def _begin(self, name: str, job: Job) -> None:
+        """Tells a listener of the start. What it raises ends the run before the first step, unless it says that the run
+        can do without it."""
         try:
             listener = LISTENERS.named(name, trusted=False)()
             listener.start(job, self.directory, self.done)
+        except ListenerLost as error:
+            self._lose(name, "start", error)
+            return
         except (Exception, SystemExit) as error:
             raise UserError(
                 Problem("run.listeners.raised", f"{LISTENERS.setting}: {_listener_error(name, 'start', error)}")
             ) from None
-        return listener
+        self.listeners[name] = listener
+
+    def _lose(self, name: str, event: str, error: BaseException) -> None:
+        self.lost.append(_listener_error(name, event, error))
+        self.say(f"{self.lost[-1]}; training continues without it")
 
     def tell(self, event: str, *what: object) -> None:
         """All listeners. One that raises is told no more, and the run says so; training goes on as it would have."""
@@ -75,8 +97,7 @@ class Outputs:
                 getattr(listener, event)(*what)
             except (Exception, SystemExit) as error:
                 del self.listeners[name]
-                self.lost.append(_listener_error(name, event, error))
-                self.say(f"{self.lost[-1]}; training continues without it")
+                self._lose(name, event, error)
 
     def describe(self) -> None:
         for name, text in self.description.items():
@@ -114,13 +135,18 @@ class Outputs:
         self.metrics.on_step(record)
         self.tell("step", record)
 
+    def on_digests(self, record: Digests) -> None:
+        if self.digests is not None:
+            self.digests.on_step(record)
+
     def on_evaluation(self, record: Evaluation) -> None:
         self.metrics.on_evaluation(record)
         self.tell("evaluation", record)
 
     def on_decision(self, record: StepDecision) -> None:
         self.done = record.place
-        self.keep(self.metrics.path, lambda: self.metrics.on_decision(record))
+        for file in self._records:
+            self.keep(file.path, partial(file.on_decision, record))
         self.tell("decision", record)
 
     def on_checkpoint(self, step: int) -> None:
@@ -129,12 +155,17 @@ class Outputs:
     def trace(self, trace: Trace) -> None:
         self.keep(self.traced.path, lambda: self.traced(trace))
 
+    @property
+    def _records(self) -> list[MetricsFile]:
+        return [self.metrics, *([self.digests] if self.digests is not None else [])]
+
     def close(self) -> None:
-        self.metrics.close()
+        for file in self._records:
+            file.close()
         self.tell("end", self.done)
-        if self.metrics.lost:
-            records = f"{plural(self.metrics.lost, 'record')} of {self.metrics.path}"
-            self.lost.append(f"{records} could not be kept: {self.metrics.why}")
+        for file in self._records:
+            if file.lost:
+                self.lost.append(f"{plural(file.lost, 'record')} of {file.path} could not be kept: {file.why}")
 
     def check(self) -> None:
         """Raises TrainingError, after the last step, if files are missing."""
@@ -146,6 +177,8 @@ class Outputs:
 
 def _listener_error(name: str, event: str, error: BaseException) -> str:
     """What a listener could not do."""
+    if isinstance(error, ListenerLost):
+        return str(error)
     if name == "tensorboard" and isinstance(error, OSError):
         return f"TensorBoard's file cannot be written: {error.strerror or error}"
     return f"the listener {name} raised {type(error).__name__} in {event}: {error}"
@@ -240,13 +273,19 @@ def drawable(values: Sequence[float | None]) -> list[float | None]:
     return [None if value is None else max(-1e30, min(1e30, value)) for value in values]
 
 
-def chart(values: Sequence[float | None], marks: dict[str, float], width: int = 64, height: int = 10) -> list[str]:
+def chart(
+    values: Sequence[float | None],
+    marks: dict[str, float],
+    width: int = 64,
+    height: int = 10,
+    others: Sequence[float | None] = (),
+) -> list[str]:
     """The curve of `values` in braille, with a dashed line and a label at each mark, as rows of text from the top.
 
-    Where a value is None the curve has a gap.
+    Where a value is None the curve has a gap. `others` are a second curve on the same scale.
     """
-    values = drawable(values)
-    known = [*(value for value in values if value is not None), *marks.values()]
+    curves = [drawable(values), *([drawable(others)] if others else [])]
+    known = [*(value for curve in curves for value in curve if value is not None), *marks.values()]
     top, bottom = max(known), min(known)
     span = (top - bottom) or 1.0
 
@@ -255,12 +294,13 @@ def chart(values: Sequence[float | None], marks: dict[str, float], width: int = 
 
     cells = [[0] * width for _ in range(height)]
     previous_y = None
-    for x in range(2 * width):  # a braille cell has two columns and four rows of dots
-        start, stop = x * len(values) // (2 * width), (x + 1) * len(values) // (2 * width)
+    for curve, x in product(curves, range(2 * width)):  # a braille cell has two columns and four rows of dots
+        start, stop = x * len(curve) // (2 * width), (x + 1) * len(curve) // (2 * width)
         # The values of this column of dots; the nearest value where there is none.
-        in_column = [value for value in values[start : max(stop, start + 1)] if value is not None]
-        if not in_column:
+        in_column = [value for value in curve[start : max(stop, start + 1)] if value is not None]
+        if not in_column or x == 0:
             previous_y = None
+        if not in_column:
             continue
         y = row_of(sum(in_column) / len(in_column), 4 * height)
         ends = (y, y if previous_y is None else previous_y)

@@ -117,6 +117,22 @@ class StepDecision(msgspec.Struct, frozen=True, kw_only=True, tag="decision", ta
         return f"{self.finding}; {outcomes[self.action]}"
 
 
+class Digest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Of a parameter after a step; `trainer/parameter_digests.py` says how they are made."""
+
+    bits: str  # 16 hexadecimal digits, which any flipped bit changes
+    norm: float | None  # None, here and in the sketch: not finite
+    sketch: tuple[float | None, ...]  # the differences of two have the size of the parameters' distance
+
+
+class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests", tag_field="kind"):
+    """The parameters after a step: a line of digests.jsonl."""
+
+    step: Whole
+    parameters: dict[str, Digest]
+    unequal: list[str] = []  # those of which not all ranks hold the same bits
+
+
 class Judged(msgspec.Struct, frozen=True, kw_only=True, tag="judged", tag_field="kind"):
     """How far an earlier start came: steps of samples before this number are not checked for spikes again."""
 
@@ -134,6 +150,13 @@ class Deciding(Protocol):
     def on_decision(self, record: StepDecision) -> None: ...
 
 
+@runtime_checkable
+class Digesting(Protocol):
+    """A listener that also gets digests of parameters."""
+
+    def on_digests(self, record: Digests) -> None: ...
+
+
 class Listener(Protocol):
     def on_step(self, record: Step) -> None: ...
 
@@ -146,8 +169,9 @@ class Listener(Protocol):
 # metrics.jsonl: a line for each record, with its CRC, so that damaged lines are detected, counted and left out.
 
 
-Record = Step | Evaluation | StepDecision | Judged  # the last in decisions.jsonl alone
-METRICS_FILE = "metrics.jsonl"
+Record = Step | Evaluation | StepDecision | Judged | Digests  # the last two in decisions.jsonl and digests.jsonl alone
+METRICS_FILE, DIGESTS_FILE = "metrics.jsonl", "digests.jsonl"
+AS_THE_MODEL_HAS_IT = "{} as the model has it"  # a weight that is a copy of its master
 _CRC_FIELD = re.compile(rb',"crc":"([0-9a-f]{8})"}\n?\Z')
 MAX_FILE_BYTES = 1 << 32  # a limit, since another process may have written the file
 RECENT_BYTES = 1 << 26  # at the end of the file: some 150,000 steps

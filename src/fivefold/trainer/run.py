@@ -268,7 +268,7 @@ class _RankRun:
     def train(self, stopping: Callable[[], bool], listeners: Sequence[Listener]) -> None:
         """All steps that are left; rank 0 writes and shows them, and tells `listeners`."""
         job, trainer, console = self.job, self.trainer, self.console
-        facts = environment(self.mesh, self.sources)
+        facts = environment(self.mesh, self.sources, trainer.done)
         outputs = _on_rank_0(self.control, lambda: Outputs(self.directory, job, facts, trainer.done, self.note))
         trainer.stopping = lambda: stopping() or (outputs is not None and outputs.vanished())
         if outputs is None:
@@ -398,7 +398,7 @@ def _with_its_schedule(job: Job, directory: Path) -> Job:
     return msgspec.structs.replace(job, layout=msgspec.structs.replace(job.layout, schedule=kept))
 
 
-def environment(mesh: Mesh, sources: Splits) -> dict[str, object]:
+def environment(mesh: Mesh, sources: Splits, done: int) -> dict[str, object]:
     """What a run was made with, kept next to its metrics."""
     device = mesh.device
     return {
@@ -410,6 +410,8 @@ def environment(mesh: Mesh, sources: Splits) -> dict[str, object]:
         "ranks": mesh.world.size,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "data": sources.where,
+        "tokens": sources.fingerprint,
+        "resumed_after": done,
         "plugins": digests(),
     }
 
