@@ -36,7 +36,7 @@ def test_from_the_page_to_a_certificate_that_is_repeated_and_refused(tmp_path: P
     assert failed.returncode == 1, failed.stdout + failed.stderr
     [layout] = json.loads(failed.stdout)["layouts"]
     cause = layout["causes"][0]
-    means = "the samples of the batch enter x [0.86207 x4, 1.1905 x4]: a mean of 2 means"
+    means = "the samples of the batch enter x 0.86207 (4 samples), x 1.1905 (4 samples): a mean of 2 means"
     assert cause["text"].startswith(means)
     assert means in (ROOT / "docs/others.md").read_text()
     assert cause["read"].startswith("https://")

@@ -13,7 +13,7 @@ PLAIN = str(Path(__file__).with_name("plain.py"))
 # {bug: words of its cause}
 FOUND = {
     "dp=2,bug=no_sync": "all 7 gradients|the mean of ranks [0, 1] is the truth|a missing MEAN",
-    "dp=2,bug=mean_of_means": "x [0.80952 x4, 1.3077 x4]: a mean of 2 means|own number of targets|own parts are wrong",
+    "dp=2,bug=mean_of_means": "x 1.3077 (4 samples): a mean of 2 means|own number of targets|own parts are wrong",
     "dp=2,bug=untaught": "gradients are right, and parameters are not updated: embedding.weight",
     "dp=2,bug=local_loss": "each rank's share: their sum is that of one process",
     "fsdp=2,bug=local_norm": "it is the norm of what rank 0 holds",
@@ -21,7 +21,7 @@ FOUND = {
 SLOW = {
     "dp=2,bug=sum": "all 7 gradients|exactly x 2 = dp",
     "dp=2,bug=one_parameter": "1 of 7 gradients (norm.bias)|a missing MEAN|own parts are right",
-    "dp=2,bug=lost_rank": "x [1 x4, 0 x4]|samples 4 to 7 are left out",
+    "dp=2,bug=lost_rank": "x 1 (4 samples), x 0 (4 samples)|samples 4 to 7 are left out",
     "dp=2,bug=normalized_late": "1 of 7 gradients (norm.weight): exactly x 1.5",
 }
 

@@ -23,6 +23,7 @@ from fivefold.foreign.evidence import (
     spans,
 )
 from fivefold.foreign.measurement import Values
+from fivefold.support.text import plural
 
 _ROUNDINGS = (("float32", 2.0**-24), ("float16", 2.0**-11), ("bfloat16", 2.0**-8))
 OTHER_TOKENS = "replicas that see other tokens, and are in no reduction"
@@ -289,12 +290,12 @@ def _samples(evidence: Evidence, left: Sequence[int]) -> Cause | None:
         return None
     alike = all(np.allclose(ratios, by_rank[0], rtol=1e-5, atol=1e-6) for ratios in by_rank)
     if not alike:
-        rows = "; ".join(f"rank {rank}: {_weights(ratios)}" for rank, ratios in enumerate(by_rank[:4]))
+        rows = "; ".join(f"rank {rank} {_weights(ratios)}" for rank, ratios in enumerate(by_rank[:4]))
         return Cause(
             f"ranks weigh the samples of the batch unlike each other: {rows}", "a reduction over data is missing", DDP
         )
     ratios = by_rank[0]
-    text = f"the samples of the batch enter x {_weights(ratios)}"
+    text = f"the samples of the batch enter {_weights(ratios)}"
     if len(numbers) <= max(numbers):
         text += f" (those with targets: {spans(numbers)})"
     if (out := [number for number, ratio in zip(numbers, ratios, strict=True) if abs(ratio) < 1e-6]) and len(out) < len(
@@ -345,18 +346,14 @@ def _shares(parts: int, counts: Sequence[int]) -> Iterator[Values]:
 
 
 def _weights(ratios: Values) -> str:
-    """[1.3 x4, 0.81 x4]"""
+    """`x 1.3 (4 samples), x 0.81 (4 samples)`, in the order of the batch"""
     runs: list[list[float]] = []
     for ratio in ratios:
         if runs and math.isclose(runs[-1][0], ratio, rel_tol=1e-5, abs_tol=1e-6):
             runs[-1][1] += 1
         else:
             runs.append([float(ratio), 1])
-    return (
-        "["
-        + ", ".join(f"{round(value, 5) + 0.0:.5g}{f' x{count:.0f}' if count > 1 else ''}" for value, count in runs)
-        + "]"
-    )
+    return ", ".join(f"x {round(value, 5) + 0.0:.5g} ({plural(int(count), 'sample')})" for value, count in runs)
 
 
 def _rounding(evidence: Evidence) -> Cause | None:

@@ -104,10 +104,12 @@ class LabCheck(Result):
         yield Table(["~case", "layout", "~a rank sends", ""], rows, title=self.lab.title)
         said: list[str] = []
         for one in self.outcomes:
-            for problem in one.problems:
-                if problem not in said:  # the same in several layouts
-                    yield Text(f"{one.case.model}, {layout_text(one.proof.layout)}: {problem}", "bad")
-                    said.append(problem)
+            new = [problem for problem in one.problems if problem not in said]  # and not the same in several layouts
+            if new:
+                yield Text(f"{one.case.about} ({layout_text(one.proof.layout)})")
+            for problem in new:
+                yield Text(problem, "bad")
+            said += new
         for remark in self.remarks:
             yield Text(remark)
         yield Text(self.summary, "good" if self.ok else "bad")
@@ -178,7 +180,7 @@ def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path, at: Path) -
     elif proof.broken:
         problems = [_hinted(lab, case, ended(broken_proof(proof), lab.file, at, messages)), *on_the_way]
     elif not proof.passed:
-        problems = on_the_way or _causes(lab, case, proof)
+        problems = on_the_way or _causes(lab, case, proof, messages)
     elif lost := unwritten(messages):
         problems = [lost]
     else:
@@ -190,9 +192,9 @@ def _outcome(lab: Lab, case: Case, proof: LayoutProof, folder: Path, at: Path) -
     return Outcome(case, proof, tuple(problems), sent)
 
 
-def _causes(lab: Lab, case: Case, proof: LayoutProof) -> list[str]:
+def _causes(lab: Lab, case: Case, proof: LayoutProof, messages: Sequence[Sequence[LabMessage]]) -> list[str]:
     """Why gradients differ, in the words of the lab, or in general ones."""
-    if case.diagnose and (text := case.diagnose(proof.failed)):
+    if case.diagnose and (text := case.diagnose(proof.failed, messages)):
         return [_hinted(lab, case, text)]
     if (worst := max(one.error for one in proof.failed)) <= SMALL:
         names = listed([one.name or one.quantity for one in proof.failed])
@@ -211,7 +213,9 @@ def _hinted(lab: Lab, case: Case, text: str, likely: str = "") -> str:
     likely = "" if likely == OTHER_TOKENS else likely  # of whole models; a lab that has it in mind says it itself
     hints = (*case.hints, *lab.hints)
     hint = next((hint.sentence for hint in hints if all(word in text for word in hint.words)), likely)
-    return f"{text}: {hint}" if hint else text
+    if ": " not in text:
+        return f"{text}: {hint}" if hint else text
+    return f"{text}. {hint[:1].upper()}{hint[1:]}" if hint else text  # and not a third part after a second colon
 
 
 def _too_much(sent: Sequence[LabMessage], needed: Sequence[LabMessage] | None) -> list[str]:
@@ -223,10 +227,19 @@ def _too_much(sent: Sequence[LabMessage], needed: Sequence[LabMessage] | None) -
     own, least = wire_of(sent), wire_of(needed)
     if own > least:
         times = f"{float(own / least):.3g} x the bytes of {told(needed)}" if least else "and nothing is needed"
-        return [f"the numbers are right, but a rank sends {told(sent)}, {times}"]
+        return [f"the numbers are right, but a rank sends {told(sent)}, {times}{_half(sent, needed)}"]
     if len(sent) > len(needed):
         return [f"the numbers are right, but a rank sends {told(sent)} where {told(needed)} are enough"]
     return []
+
+
+def _half(sent: Sequence[LabMessage], needed: Sequence[LabMessage]) -> str:
+    """What to call in place of an all-reduce of which a part is used."""
+    more, fewer = (
+        sum(one.kind == kind for one in sent) - sum(one.kind == kind for one in needed)
+        for kind in ("all-reduce", "reduce-scatter")
+    )
+    return ": a reduce-scatter is enough here, since each rank uses its part of the sum" if more > 0 > fewer else ""
 
 
 @contextmanager

@@ -14,6 +14,7 @@ FINAL = (
     *("hung", "died", "lab.hole", "lab.name", "lab.exit", "lab.output"),
     *("adapter.import", "adapter.package", "adapter.file"),
 )
+IN_NO_FUNCTION = "<module>"  # Python's name of code that runs while its file is imported
 _FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')  # of faulthandler, the innermost first
 
 
@@ -78,4 +79,9 @@ def _while_exchanging(messages: Sequence[Sequence[LabMessage]]) -> str:
 def _place(stack: str, file: str) -> str:
     """The innermost line of the answer in a stack."""
     found = [(line, function) for path, line, function in _FRAME.findall(stack) if Path(path).name == file]
-    return f"{found[0][1]} ({file}, line {found[0][0]})" if found else ""
+    return line_of(found[0][1], file, found[0][0]) if found else ""
+
+
+def line_of(function: str, file: str, line: int | str | None) -> str:
+    """`forward (linear.py, line 20)`"""
+    return f"{'the import' if function == IN_NO_FUNCTION else function} ({file}, line {line})"

@@ -30,7 +30,8 @@ class Case(NamedTuple):
     needs: Callable[[Mapping[str, int]], list[LabMessage]] | None = None  # what a rank has to send in a step, by layout
     probes: Mapping[str, int | None] = MappingProxyType({})  # by name: the dimension in which ranks have parts, or None
     judge: Callable[[Sequence[Sequence[LabMessage]]], str] | None = None  # of the messages, where numbers are right
-    diagnose: Callable[[Sequence[Deviation]], str] | None = None  # of what differs, before any general cause
+    # Of what differs and of the messages by rank, before any general cause.
+    diagnose: Callable[[Sequence[Deviation], Sequence[Sequence[LabMessage]]], str] | None = None
     hints: tuple[Hint, ...] = ()  # of this case, before those of the lab
 
 

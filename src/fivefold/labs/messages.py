@@ -15,9 +15,10 @@ PROGRESS = "FIVEFOLD_LAB_PROGRESS"  # and where each of them writes what it is a
 IMPORTS, BUILDS, STEPS = "imports", "builds", "steps"
 DIRECT = ("send", "receive")
 BARRIER = "barrier"
+APART = "apart"
 # The end; all gradients are there; elements of an optimizer's state, as payload; a stage's forward and its backward; a
-# wait for a collective.
-MARKS = ("end", "backward", "state", "F", "B", "wait")
+# wait for a collective; weights that differ from rank to rank after an update.
+MARKS = ("end", "backward", "state", "F", "B", "wait", APART)
 
 
 class LabMessage(NamedTuple):
@@ -91,12 +92,11 @@ def wire_of(messages: Sequence[LabMessage]) -> Fraction:
 
 
 def sums(messages: Sequence[LabMessage]) -> dict[str, tuple[int, int]]:
-    """By kind, calls and bytes."""
-    found: dict[str, tuple[int, int]] = {}
+    """By kind, calls and the bytes that they send: on the wire, as two kinds with one payload send unlike much."""
+    by_kind: dict[str, list[LabMessage]] = {}
     for message in messages:
-        calls, payload = found.get(message.kind, (0, 0))
-        found[message.kind] = (calls + 1, payload + message.payload)
-    return dict(sorted(found.items()))
+        by_kind.setdefault(message.kind, []).append(message)
+    return {kind: (len(calls), round(wire_of(calls))) for kind, calls in sorted(by_kind.items())}
 
 
 def stuck(ranks: Sequence[Sequence[LabMessage]]) -> str:
@@ -171,9 +171,9 @@ def _matching(messages: Sequence[LabMessage], kind: str, peer: int) -> str:
 
 
 def told(messages: Sequence[LabMessage]) -> str:
-    """`2 all-reduces with 3,072 bytes`"""
+    """`2 all-reduces with 3,072 bytes`, which are those on the wire"""
     parts = [
-        plural(calls, kind) + (f" with {payload:,} bytes" if kind != BARRIER else "")
-        for kind, (calls, payload) in sums(messages).items()
+        plural(calls, kind) + (f" with {size:,} bytes" if kind != BARRIER else "")
+        for kind, (calls, size) in sums(messages).items()
     ]
-    return ", ".join(parts) or "nothing"
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])) or "nothing"

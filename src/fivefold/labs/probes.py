@@ -90,6 +90,8 @@ def _difference(truth: Values, by_rank: Mapping[int, Values], layout: Layout) ->
             return text + where
     if truth.ndim > 1 and _columns(own) == _columns(truth):
         return f"has the right features in another order{where}"
+    if truth.ndim > 1 and _tokens(own) == _tokens(truth):
+        return f"has the right tokens in another order{where}"
     error = np.abs(own - truth) / (float(np.abs(truth).max(initial=0.0)) or 1.0)
     places = np.argwhere(error > _FITS)
     first = ", ".join(map(str, places[0]))
@@ -130,6 +132,11 @@ def _centred(values: Values) -> Values:
     """Without what is the same for every token: a bias."""
     rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
     return np.asarray(rows - rows[:1])
+
+
+def _tokens(values: Values) -> list[tuple[float, ...]]:
+    """The rows of all sequences, without their order."""
+    return sorted(map(tuple, values.reshape(-1, values.shape[-1]).round(9).tolist()))
 
 
 def _columns(values: Values) -> list[tuple[float, ...]]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.foreign.adapter import AdapterFile, import_adapter, product
+from fivefold.labs.ends import line_of
 from fivefold.labs.groups import GROUPS, groups_of
 from fivefold.labs.messages import ANSWER, BARRIER, BUILDS, FOLDER, IMPORTS, PROGRESS, STEPS, LabMessage
 from fivefold.labs.probes import ALONE, file_of
@@ -88,7 +89,7 @@ def own_errors(file: Path | None = None) -> Iterator[None]:
 
 def _where(error: BaseException, file: Path) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    return f"{frames[-1].name} ({file.name}, line {frames[-1].lineno})" if frames else file.name
+    return line_of(frames[-1].name, file.name, frames[-1].lineno) if frames else file.name
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
@@ -154,6 +155,40 @@ def probe(layout: Mapping[str, Any], name: str, tensor: Tensor) -> None:
         file = file_of(Path(folder), text, dist.get_rank(), name)
         if not file.exists():  # later steps have other weights, and one process then computes parts of the batch alone
             np.save(file, tensor.detach().numpy())
+
+
+def run_through(layout: Mapping[str, Any], module: nn.Module, methods: Mapping[str, str], *given: Any) -> Any:
+    """What a module's `forward` gives. `methods` it has to call: by name, under which what they give is kept, or "".
+
+    They stand around its methods while it runs, so that what is compared is what the training of a model would call.
+    """
+    own, called = vars(module), set[str]()
+    before = {name: own[name] for name in methods if name in own}
+
+    def around(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            found = method(*args, **kwargs)
+            called.add(name)
+            if methods[name]:
+                probe(layout, methods[name], found)
+            return found
+
+        return run
+
+    for name in methods:
+        method = getattr(module, name, None)
+        expect(callable(method), f"{type(module).__name__}.{name} is {kind_of_value(method)}", "what forward calls")
+        own[name] = around(name, method)  # type: ignore[arg-type]
+    try:
+        output = module(*given)
+    finally:
+        for name in methods:
+            del own[name]
+        own.update(before)
+    left_out = [name for name in methods if name not in called]
+    calls = f"forward of {type(module).__name__} never calls {', '.join(left_out)}"
+    expect(not left_out, calls, "the one of the starter, which calls " + ", ".join(methods))
+    return output
 
 
 def expect(holds: bool, found: str, wanted: str) -> None:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.labs.attention.lab import HEAD, HEADS, MIXED, SUMMED, B, D, S
-from fivefold.labs.student import Grouped, called, load_shards, probe, recorded, unlike
+from fivefold.labs.student import Grouped, called, load_shards, probe, recorded, run_through, unlike
 
 
 class Whole(nn.Module):
@@ -16,6 +16,9 @@ class Whole(nn.Module):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Parameter(weight.clone()) for weight in (q, k, v, o))
         self.head, self.shared = q.shape[0] // heads, heads // kv_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(self.attend(x))
 
     def attend(self, x: Tensor) -> Tensor:
         q, k, v = (
@@ -36,9 +39,7 @@ class Model(nn.Module):
         self.x, self.attention = nn.Parameter(weights["x"].clone()), attention
 
     def forward(self, layout: dict[str, int]) -> Tensor:
-        mixed = self.attention.attend(self.x)
-        probe(layout, MIXED, mixed)
-        output = self.attention.project(mixed)
+        output = run_through(layout, self.attention, {"attend": MIXED, "project": ""}, self.x)
         probe(layout, SUMMED, output)
         return output
 

@@ -60,10 +60,15 @@ LAB = Lab(
         ),
     ),
     (
-        Hint((SUMMED, "nobody adds"), "o has the features of this rank's heads: its products are to be summed over tp"),
+        Hint(
+            (SUMMED, "nobody adds"), "`o` has the features of this rank's heads: its products are to be summed over tp"
+        ),
         Hint((SUMMED, "= tp x"), "it is reduced twice"),
         Hint((SUMMED, "= 1/tp x"), "a sum is wanted, and not the mean"),
-        Hint((MIXED, "another order"), "a rank has neighbouring heads, and every query head the kv head of its group"),
+        Hint(
+            (MIXED, "features in another order"),
+            "a rank has neighbouring heads, and every query head the kv head of its group",
+        ),
         Hint(
             (MIXED, "differs"),
             "look at the mask, at the scale 1/sqrt(head width), and at which kv head each query head uses",

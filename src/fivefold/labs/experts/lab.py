@@ -37,7 +37,10 @@ LAB = Lab(
              exchanges),
     ),
     (
-        Hint((OUTPUT, "another order"), "results come back in the order in which tokens were sent: undo the sort"),
+        Hint(
+            (OUTPUT, "tokens in another order"),
+            "results come back in the order in which tokens were sent: undo the sort",
+        ),
         Hint(
             (OUTPUT, "differs"),
             "a token's result sums its experts', times the softmax over the chosen scores; look at whose result it is "

@@ -40,7 +40,7 @@ LAB = Lab(
             "every rank adds the bias before the sum, which then has it tp times: add it once, after the all-reduce",
         ),
         Hint((COLUMN, "by a bias"), "the bias is sharded as the output's features are"),
-        Hint((COLUMN, "another order"), "rank r has the r-th part of neighbouring rows, and no stride"),
+        Hint((COLUMN, "features in another order"), "rank r has the r-th part of neighbouring rows, and no stride"),
         Hint(
             ("gradients (x)", "missing SUM"),
             "each rank has the part of the input's gradient that its output features give; the column-parallel layer "

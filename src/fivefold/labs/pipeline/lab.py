@@ -61,9 +61,9 @@ LAB = Lab(
     "A pipeline executor",
     "run a schedule's actions: what to keep, whom to send to, and what must not wait",
     (
-        Case("gpipe", ("pp=2,m=3", "pp=3,m=2"), "GPipe; fewer microbatches than stages", needs("gpipe"),
+        Case("gpipe", ("pp=2,m=3", "pp=3,m=2"), "GPipe, fewer microbatches than stages", needs("gpipe"),
              judge=in_order("gpipe")),
-        Case("one_f_one_b", ("pp=2,m=4", "pp=4,m=5", "pp=4,m=2", "pp=2,m=3,groups=2"), "1F1B; uneven stages",
+        Case("one_f_one_b", ("pp=2,m=4", "pp=4,m=5", "pp=4,m=2", "pp=2,m=3,groups=2"), "1F1B, uneven stages",
              needs("1f1b"), judge=in_order("1f1b")),
     ),
     (

@@ -6,15 +6,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.labs.sequence.lab import GATHERED, HIDDEN, NORMED, OUTPUT, B, D
-from fivefold.labs.student import Grouped, called, load_shards, probe, recorded, unlike
+from fivefold.labs.student import Grouped, called, load_shards, probe, recorded, run_through, unlike
 
 NAMES = ("weight", "bias", "up", "down")
+METHODS = {"norm": NORMED, "gather": GATHERED, "mlp": "", "scatter": ""}
 
 
 class Whole(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor, up: Tensor, down: Tensor, group: Any):
         super().__init__()
         self.weight, self.bias, self.up, self.down = (nn.Parameter(one.clone()) for one in (weight, bias, up, down))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scatter(self.mlp(self.gather(self.norm(x))))
 
     def norm(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], self.weight, self.bias)
@@ -37,11 +41,7 @@ class Model(nn.Module):
         self.x, self.norm = nn.Parameter(x.clone()), norm
 
     def forward(self, layout: dict[str, int]) -> Tensor:
-        normed = self.norm.norm(self.x)
-        probe(layout, NORMED, normed)
-        gathered = self.norm.gather(normed)
-        probe(layout, GATHERED, gathered)
-        output = self.norm.scatter(self.norm.mlp(gathered))
+        output = run_through(layout, self.norm, METHODS, self.x)
         probe(layout, OUTPUT, output)
         return output
 

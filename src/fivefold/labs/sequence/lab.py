@@ -27,7 +27,10 @@ LAB = Lab(
         Case("eight", ("tp=4",), "eight tokens", needs, _PROBES),
     ),
     (
-        Hint((GATHERED, "another order"), "tokens are joined in dimension 1; torch's collectives join dimension 0"),
+        Hint(
+            (GATHERED, "tokens in another order"),
+            "tokens are joined in dimension 1; torch's collectives join dimension 0",
+        ),
         Hint((GATHERED, "shape"), "all ranks' tokens are gathered along dimension 1"),
         Hint(
             (OUTPUT, "differs"),
@@ -46,6 +49,11 @@ LAB = Lab(
             ("no one factor",),
             "the backward pass of an all-gather is a reduce-scatter, since each rank has a part of every token's "
             "gradient, and that of a reduce-scatter is an all-gather",
+        ),
+        Hint(
+            ("invalid gradient",),
+            "the backward pass of an all-gather is a reduce-scatter, which leaves this rank's tokens, and that of a "
+            "reduce-scatter is an all-gather",
         ),
         Hint(("add up to the truth",), "the backward pass of an all-gather is a reduce-scatter, which sums"),
     ),

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fivefold.labs.messages import APART
 from fivefold.labs.student import Grouped, called, load_shards, mark, probe, recorded, unlike
 from fivefold.labs.zero.lab import LAYER, LR, MOMENTUM, SAMPLES, STAGE_1, STAGE_3, sizes_of
 
@@ -96,6 +97,12 @@ class Check(Grouped):
             if self.layout and not self.sharded:
                 states = self.optimizer.optimizer.state.values()
                 mark("state", sum(one.numel() for state in states for one in state.values() if isinstance(one, Tensor)))
+        if self.layout and not self.sharded:
+            flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+            apart = self.total((self.total(flat) / self.ranks - flat).abs().amax()) > 1e-9
+            with recorded(self.layout, again=True):
+                if apart:
+                    mark(APART)
         model.zero_grad()
         return {}
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from fivefold.foreign.compare import Deviation
 from fivefold.labs.lab import F64, Case, Hint, Lab, along
-from fivefold.labs.messages import LabMessage
+from fivefold.labs.messages import APART, MARKS, LabMessage
 
 SAMPLES = 8  # of the batch
 STAGE_1, STAGE_3 = (5, 9, 2), (5, 9, 3)  # widths of two layers without biases: no sum and no size is even
@@ -64,8 +64,19 @@ _REMAINDER = (
 )
 
 
-def last_elements(failed: Sequence[Deviation]) -> str:
-    """Whether an update leaves out what remains of a division."""
+def of_update(failed: Sequence[Deviation], messages: Sequence[Sequence[LabMessage]]) -> str:
+    """What an update leaves out: the shards of others, or what remains of a division."""
+    return _not_gathered(messages) or _last_elements(failed)
+
+
+def _not_gathered(messages: Sequence[Sequence[LabMessage]]) -> str:
+    kinds = {one.kind for of_rank in messages for one in of_rank}
+    if APART in kinds and len(kinds.difference(MARKS)) == 1 and kinds & {"reduce-scatter", "all-reduce"}:
+        return "ranks have different weights after the step: each has updated only its shard, and nobody gathers"
+    return ""
+
+
+def _last_elements(failed: Sequence[Deviation]) -> str:
     [size] = sizes_of(STAGE_1)[-1:]
     first_step = [one for one in failed if one.step == 1]
     if [(one.quantity, one.name) for one in first_step] != [("parameter", "second.weight")]:
@@ -86,15 +97,20 @@ LAB = Lab(
         Case(
             "stage1",
             ("dp=2", "dp=4", "dp=2,groups=2"),
-            "ZeRO 1: 63 elements",
+            "ZeRO 1, 63 elements",
             of_stage_1,
             judge=sharded_state,
-            diagnose=last_elements,
+            diagnose=of_update,
         ),
-        Case("stage3", ("dp=2", "dp=4", "dp=2,groups=2"), "ZeRO 3: 45 and 27 elements", of_stage_3, {LAYER: 0}, freed),
+        Case("stage3", ("dp=2", "dp=4", "dp=2,groups=2"), "ZeRO 3, 45 and 27 elements", of_stage_3, {LAYER: 0}, freed),
     ),
     (
         Hint((LAYER,), "the shards of the weight are joined in the order of ranks, without what padded them"),
+        Hint(
+            ("invalid gradient",),
+            "the gradient of a shard has the shape of the shard: reduce-scatter that of the whole weight, and leave "
+            "the padding out",
+        ),
         Hint(("raised RuntimeError", "size"), _REMAINDER),
         Hint(("raised RuntimeError", "shape"), _REMAINDER),
         Hint(("held by no rank",), _REMAINDER),
