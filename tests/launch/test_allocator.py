@@ -36,7 +36,8 @@ def test_what_one_step_frees_the_next_one_uses() -> None:
     # A heap that is cut up may have to grow by a block, 1,024 pages, now and then; a step uses 32 of them and more.
     # Kernels that hand out large folios provide dozens of pages at a fault.
     assert first > 500
-    assert sum(later) / len(later) < 0.05 * first, later
+    # Where freed memory goes back, each step takes as many as the first.
+    assert sum(later) / len(later) < 0.1 * first, later
 
 
 @pytest.mark.parametrize(

@@ -88,5 +88,5 @@ def test_slices_cover_all_tokens_and_no_tokens() -> None:
     assert [len(part) for part in slices(2560, 2**19)] == [512] * 5  # whole tiles
     assert [len(part) for part in slices(16384, 151936)] == [2048] * 8
     assert [len(part) for part in slices(1000, 2**20)] == [256, 256, 256, 232]
-    assert slices(8192, 1000) == [range(8192)]
-    assert slices(0, 1000) == [range(0)]
+    assert slices(8192, 1000) == (range(8192),)
+    assert slices(0, 1000) == (range(0),)

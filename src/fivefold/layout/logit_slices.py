@@ -8,10 +8,14 @@ MAX_LOGITS = 2**28  # held at a time, about: half a GiB in bfloat16, and enough 
 TILE_ROWS = 256  # of a matmul's tile
 
 
-@lru_cache(maxsize=1024)
 def slices(tokens: int, words: int) -> tuple[range, ...]:
     """Slices of the tokens whose logits, over `words` words, are held at a time: whole tiles, as even as possible."""
-    tiles, parts = -(-tokens // TILE_ROWS), max(1, round(tokens * words / MAX_LOGITS))
+    return _slices(tokens, words, MAX_LOGITS, TILE_ROWS)
+
+
+@lru_cache(maxsize=1024)
+def _slices(tokens: int, words: int, max_logits: int, tile_rows: int) -> tuple[range, ...]:
+    tiles, parts = -(-tokens // tile_rows), max(1, round(tokens * words / max_logits))
     rows = (chunk(tiles, parts, index) for index in range(parts))
-    parts_of_tokens = [range(part.start * TILE_ROWS, min(part.stop * TILE_ROWS, tokens)) for part in rows if len(part)]
+    parts_of_tokens = [range(part.start * tile_rows, min(part.stop * tile_rows, tokens)) for part in rows if len(part)]
     return tuple(parts_of_tokens) or (range(0),)
