@@ -33,6 +33,10 @@ LAB = Lab(
         ),
         Hint((GATHERED, "shape"), "all ranks' tokens are gathered along dimension 1"),
         Hint(
+            (OUTPUT, "tokens in another order"),
+            "of the sum each rank keeps its part of neighbouring ones, the r-th in dimension 1",
+        ),
+        Hint(
             (OUTPUT, "differs"),
             "each rank has a summand for all tokens: sum them, and keep this rank's, the r-th of neighbouring ones",
         ),
