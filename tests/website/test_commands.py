@@ -54,6 +54,7 @@ LEFT_OUT = {
     r"ranks\.toml": "calibrate, which measures this machine, writes it",
     r"checkup\.(toml|json)": "checkup, which measures this machine, writes it",
     r"my-runs/": "CSV files of the reader's",
+    r"runs/before": "two runs of the reader's: tests/trainer/test_compare_runs.py",
     r"Llama-3\.2-1B|runs/llama": "weights of others: tests/checkpoint/test_hf.py",
     r"\.parquet": "data of the reader's",
     r"sweep\.json": "tests/web/test_report.py",
