@@ -13,6 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli import app
+from fivefold.data import chat_template
+from fivefold.data.chat_template import Answer, ChatTemplate
 from fivefold.data.index import read_index
 from fivefold.data.integrity import verify
 from fivefold.data.prepare import PrepareSummary, prepare
@@ -284,3 +286,17 @@ def test_no_process_is_left_and_none_has_secrets(tmp_path: Path, jsonl: Jsonl, m
     assert len(started) == 3
     assert all(one.poll() is not None and one.stdout is not None and one.stdout.closed for one in started)
     assert all(not os.path.exists(f"/proc/{one.pid}") for one in started)
+
+
+def test_a_release_with_a_known_hole_renders_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "version", lambda name: "3.1.5")
+    refused = refusal(lambda: ChatTemplate(CHATML, "it", {}))
+    assert refused.codes == ["install.jinja2"]
+    assert "jinja2 3.1.5 is installed" in str(refused)
+
+
+def test_a_process_that_is_ended_from_outside_is_not_told_to_want_memory() -> None:
+    template = ChatTemplate(CHATML, "it", {})
+    template._process.kill()
+    assert template._end() == "ended"
+    assert template._problem(Answer(error="ended")).code == "chat.ended"

@@ -141,6 +141,17 @@ def test_an_import_packs_chats_and_nothing_else(tmp_path: Path, jsonl: Jsonl) ->
         assert (type(job.data), job.data.seq, job.data.prepared()) == (kind, 64, (tmp_path / name,))
 
 
+def test_an_import_trains_two_epochs_and_no_step_more(tmp_path: Path, jsonl: Jsonl) -> None:
+    """64 windows are half a batch, and two epochs of them one step."""
+    pytest.importorskip("tokenizers")
+    long = turns("why " * 6, "so " * 6)  # over half of a window: one each
+    prepare([jsonl(*[long] * 64)], tmp_path / "chats", tokenizer=chat_model(tmp_path / "model"), chat=True)
+    store = TokenStore.open(tmp_path / "chats")
+    job, _ = fine_tuning_job(preset("tiny", context=64), Choice("float32", ""), store)
+    assert (job.train.batch, job.data.open().train.tokens) == (128, 64 * 64 + 1)
+    assert job.train.steps == 1
+
+
 def test_damage_is_said_of_what_has_read_it(tokens: Path) -> None:
     store = TokenStore.open(tokens)
     row = PackedRow(split := store.split("train"), 48, cut=True)

@@ -136,7 +136,8 @@ def _measured_run(task: Task, base: TypedJob) -> list[str]:
     return [
         *model, *sizes, *dtype, *data, f"layout={task.layout}", f"train.steps={steps + TRACED_STEPS}",
         f"trace.after={steps}", f"trace.steps={TRACED_STEPS}", "train.deterministic=false", "train.eval_samples=0",
-        "train.eval_every=0", "checkpoint.save=false", "elastic.whole=", f"run.name={task.name}", "run.listeners=",
+        "train.eval_every=0", "checkpoint.save=false", "checkpoint.url=", "elastic.whole=", f"run.name={task.name}",
+        "run.listeners=",
     ]  # fmt: skip
 
 

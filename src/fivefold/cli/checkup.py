@@ -84,9 +84,14 @@ def checkup(
     base = TypedJob(read, tuple(job or ()), own_model)
     if world.joined and world.size > 1 and world.rank:
         if not dry_run:
+            from fivefold.checkup.run import Stopping, stopping_signals
             from fivefold.checkup.team import follow
 
-            follow(base, world)
+            try:
+                with stopping_signals():  # the command under way ends with its rank
+                    follow(base, world)
+            except Stopping as stop:
+                raise typer.Exit(stop.code) from None
         return
     files = _files(output)
     done = _checkup(base, budget, world, nproc, files[".toml"].name, dry_run=dry_run, names=names, as_json=as_json)

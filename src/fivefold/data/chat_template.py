@@ -9,6 +9,7 @@ text of those before it, with the generation prompt; both must begin the whole t
 """
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import time
 from contextlib import suppress
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ NAMES_FILE = "special_tokens_map.json"
 SECONDS = 5.0  # of processor time, for one conversation: a thousand times what published templates take
 MEMORY = 1 << 30  # bytes of the process
 LONGEST = 1 << 25  # characters of a text
+_SAFE_JINJA = (3, 1, 6)  # ends two escapes from the sandbox
 _PATIENCE = 120.0  # seconds of the clock, for a process that does nothing
 _MAX_TEMPLATE_BYTES = 1 << 22  # the longest published ones have some 20 kB
 _KEPT_ENV = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "HOME")  # where Python finds its packages, and no secret
@@ -52,6 +55,11 @@ class Answer(msgspec.Struct):
     whole: str = ""
 
 
+def _release(text: str) -> tuple[int, ...]:
+    """The numbers that a version begins with."""
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+
 class ChatTemplate:
     """A template that is being used; `close` ends its process."""
 
@@ -60,6 +68,9 @@ class ChatTemplate:
         if not_installed("jinja2"):
             how = 'jinja2, which is not installed: pip install "fivefold[train]"'
             raise UserError(f"chat templates need {how}", "install.jinja2")
+        if _release(version("jinja2")) < _SAFE_JINJA:
+            how = f"{'.'.join(map(str, _SAFE_JINJA))} or later, whose sandbox has no known hole"
+            raise UserError(f"jinja2 {version('jinja2')} is installed, and chat templates need {how}", "install.jinja2")
         limits = {"seconds": SECONDS, "memory": MEMORY, "longest": LONGEST}
         self._rest = b""
         self._process = subprocess.Popen(
@@ -146,7 +157,10 @@ class ChatTemplate:
             case "time":
                 slow = f"{where} takes more than {SECONDS:g} s of processor time for one conversation, and was ended"
                 return Problem("chat.time", f"{slow}; another template can be given by --chat-template FILE")
-            case "memory" | "ended":
+            case "ended":
+                what = f"the process that renders {where} ended with code {self._process.returncode}"
+                return Problem("chat.ended", f"{what}, for want of memory or from outside; nothing has been written")
+            case "memory":
                 return Problem(
                     "chat.memory", f"{where} needs more than {bytes_text(MEMORY)} of memory for one conversation"
                 )

@@ -2,9 +2,10 @@
 input, and writes texts to standard output, each a line of JSON.
 
 A template comes with a model, and so from a stranger. Jinja's sandbox keeps it from attributes that lead into the
-interpreter, and from changing what it is given. What a sandbox does not see to is seen to here: the processor time of
-a rendering, the memory of the process, the size of a text; it can open no file for writing and start no process. A
-process that is ended for one of these says nothing, and its parent (`data/chat_template.py`) says it in its place.
+interpreter, and from changing what it is given. It is the only wall: what gets through it has this user's rights, and
+releases before 3.1.6, which are known to have holes, are refused. What a sandbox does not see to is seen to here: the
+processor time of a rendering, the memory of the process, the size of a text. A process that is ended for one of these
+says nothing, and its parent (`data/chat_template.py`) says it in its place.
 
 It imports nothing of Fivefold, so that it starts in a tenth of a second.
 """

@@ -36,7 +36,8 @@ def fine_tuning_job(spec: ModelSpec, dtype: Choice, data: TokenStore | None = No
     packed = data is not None and data.index.chats and spec.positions != "learned"
     if data is not None:
         row = PackedDocuments(path=str(data.path), seq=seq).open().train if packed else data.split("train")
-        steps = max(1, -(-EPOCHS * row.tokens // (BATCH * seq)))
+        samples = (row.tokens - 1) // seq  # the last one's last target is one token more
+        steps = max(1, -(-EPOCHS * samples // BATCH))
         length = f"{EPOCHS} epochs, as Tulu 3, of {si(row.tokens)} tokens"
     choices = {
         "optimizer.lr": Choice(TULU_RATES[size][1], f"Tulu 3 {size}, supervised fine-tuning"),

@@ -5,6 +5,7 @@ compare_runs("runs/before", "runs/after").parted      # the figures that part, t
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -379,5 +380,5 @@ def _see_digests(directories: tuple[Path, Path], figures: ComparedFigures, notes
 
 
 def _digests(directory: Path) -> Iterator[Digests]:
-    records: Iterator[Record | None] = (record for _, record in read(directory / DIGESTS_FILE))
+    records: Iterator[Record | None] = (record for _, record in read(directory / DIGESTS_FILE, sys.maxsize))  # streamed
     return (record for record in records if isinstance(record, Digests))

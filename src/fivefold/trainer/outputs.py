@@ -6,6 +6,7 @@ printed once, and a run whose files are not complete ends with exit code 1.
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -62,7 +63,8 @@ class Outputs:
             self.describe()
             self.earlier, damaged = trim(metrics, done)
             self.metrics = MetricsFile(metrics, say)
-            trim(directory / DIGESTS_FILE, done)  # also where none are asked for now: what is undone is no longer true
+            # Also where none are asked for now, since what is undone is no longer true; and however long they are.
+            trim(directory / DIGESTS_FILE, done, sys.maxsize)
             self.digests = MetricsFile(directory / DIGESTS_FILE, say) if job.train.digest else None
         except OSError as error:
             raise cannot_write(Path(error.filename or directory), error) from None
