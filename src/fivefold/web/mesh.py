@@ -71,7 +71,7 @@ def _controls(
         "choices": choices(workload, software),
         "steps": steps(workload, wanted),
         "wanted": fields_of(wanted),
-        "problems": wrong,
+        "problems": [str(problem) for problem in wrong],  # JSON has no codes
         "shown": None if shown is None else fields_of(shown),
     }
 
