@@ -23,6 +23,7 @@ WORKS = {
     "checkpoint ls": "run --verify",
     "compare cp": "--seq 4096 --cp 2",
     "compare mixed": "tiny --cluster 2xCPU --slower 2 --batch 8 --seq 64 --layout pp=2,microbatches=4",
+    "compare runs": "run run",
     "compare schedules": "--pp 2 --microbatches 4",
     "compare zero": "tiny",
     "data check": "tokens",
